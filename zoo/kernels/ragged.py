@@ -29,7 +29,9 @@ def check_sequence(op: str, name: str, x: Tensor, lengths: Tensor) -> None:
     if lengths.dtype != torch.int32:
         raise DTypeError(f"{op}: lengths has dtype {lengths.dtype}; convert it with lengths.to(torch.int32)")
     if lengths.dim() != 1:
-        raise ShapeError(f"{op}: lengths has shape {list(lengths.shape)}, but one length a row of {name} is needed: [B]")
+        raise ShapeError(
+            f"{op}: lengths has shape {list(lengths.shape)}, but one length a row of {name} is needed: [B]"
+        )
     if lengths.device != x.device:
         raise ShapeError(f"{op}: {name} is on {x.device} and lengths on {lengths.device}; move both to one device")
 
