@@ -277,18 +277,19 @@ class GBLA(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw every weight anew: normal with std 0.02, output projections of residual branches scaled by depth."""
+        """Draw every weight anew (R): embeddings from N(0, 1), projections from N(0, 0.25 / fan-in), biases zero."""
         for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02 if isinstance(module, nn.Embedding) else _fan_in_std(module))
-                if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
+                if module.bias is not None:
                     nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight)
             elif isinstance(module, GatedBidirectionalLinearAttention):
                 module.reset_conv()
-        nn.init.normal_(self.items.table.weight, std=1.0)
-        for parameter in (self.start, self.digit_positions, self.codes.weight):
-            nn.init.normal_(parameter, std=1.0)
-        nn.init.normal_(self.heads, std=self.config.d_model**-0.5)
+        for parameter in (self.start, self.digit_positions):
+            nn.init.normal_(parameter)
+        nn.init.normal_(self.heads, std=0.5 * self.config.d_model**-0.5)
 
     def encode(self, item_ids: Tensor, lengths: Tensor) -> EncodedHistory:
         """Read histories.
@@ -401,7 +402,3 @@ class _DecoderStep(nn.Module):
 def _mlp(config: GBLAConfig) -> nn.Module:
     block = SwiGLU if config.mlp == "swiglu" else ReluMLP
     return block(config.d_model, config.mlp_width)
-
-
-def _fan_in_std(linear: nn.Linear) -> float:
-    return linear.in_features**-0.5 * 0.5
