@@ -1,0 +1,68 @@
+"""Inputs for a part, drawn from its signature: ragged, with hostile padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zoo.signature import BATCH, BEAMS, LENGTH, Signature, TensorSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of sizes to try a part at."""
+
+    batch: int
+    length: int
+    beams: int
+    seed: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each symbol of a signature."""
+        return {BATCH: self.batch, LENGTH: self.length, BEAMS: self.beams}
+
+
+def cases(length: int, *, seed: int) -> tuple[Case, ...]:
+    """Return the cases tried at one length: a single full history, and a ragged batch that holds 0, 1 and the rest."""
+    return Case(1, length, 1, seed), Case(5, length, 3, seed + 1)
+
+
+def draw_inputs(signature: Signature, case: Case, known: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return one tensor per input.
+
+    Args:
+        signature: of the part.
+        case: sizes and seed.
+        known: tensors to use as they are where an input has their name (the outputs of an earlier part).
+        dtype: of floating inputs.
+
+    Integer inputs are uniform over their range; ``lengths`` holds the full length first, then 0, 1 and random ones.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    inputs: dict[str, Tensor] = {}
+    for spec in signature.inputs:
+        if spec.name in known:
+            inputs[spec.name] = known[spec.name]
+        elif spec.limit == LENGTH:
+            inputs[spec.name] = _lengths(case, generator)
+        elif spec.dtype == "float":
+            inputs[spec.name] = torch.randn(spec.resolved_shape(case.sizes), generator=generator).to(dtype)
+        else:
+            inputs[spec.name] = _integers(spec, case, generator)
+    return inputs
+
+
+def _lengths(case: Case, generator: torch.Generator) -> Tensor:
+    fixed = [case.length, 0, min(1, case.length)][: case.batch]
+    drawn = torch.randint(0, case.length + 1, (case.batch - len(fixed),), generator=generator)
+    return torch.cat([torch.tensor(fixed), drawn]).to(torch.int32)
+
+
+def _integers(spec: TensorSpec, case: Case, generator: torch.Generator) -> Tensor:
+    limit = spec.limit if isinstance(spec.limit, int) else case.sizes[str(spec.limit)] + 1
+    dtype = {"int32": torch.int32, "int64": torch.int64}[spec.dtype]
+    return torch.randint(0, limit, spec.resolved_shape(case.sizes), generator=generator, dtype=dtype)

@@ -1,0 +1,224 @@
+"""``validate``: every check of a bundle that this machine can make."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.manifest import check_manifest, load_manifest
+from export.weights import compare_weights
+from validate.executors import DTYPES, Executor, TorchExecutor, onnx_executor
+from validate.inputs import Case, cases, draw_inputs
+from validate.report import Check, Report
+from validate.tolerance import deviation
+from zoo import files
+from zoo.bundle import Bundle, tool_versions
+from zoo.errors import BundleError, ConfigError
+from zoo.models.loading import load_model
+from zoo.models.parts import Part
+
+REPORT = "reports/parity.json"
+_DEFAULT_LONGEST = 256
+
+
+def validate(
+    bundle: Bundle | Path | str,
+    *,
+    lengths: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Report:
+    """Check that the exported graphs compute what the model computes and that the engines are what they claim.
+
+    For each part, dtype and length: PyTorch in float64 against the exported file, run through the function bodies of
+    the custom ops, under the tolerance rule of ``validate.tolerance``. For each exported file: its weights against the
+    checkpoint, bit by bit. For each engine: file, checksums, inputs and outputs, plugin layers.
+
+    Args:
+        bundle: with an export; engines are checked where there are any.
+        lengths: history lengths to try; by default 1, an odd one, and the longest engine (or 256).
+        dtypes: of the exported graphs; by default all that the bundle holds.
+        seed: draws the inputs.
+        progress: called with a phrase, checks done and checks in all.
+
+    Returns:
+        The report, which is also written to reports/parity.json in the bundle.
+
+    Raises:
+        BundleError: nothing is exported, or the bundle is damaged.
+        ConfigError: a length or dtype that makes no sense.
+    """
+    bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    started = time.perf_counter()
+    exported = bundle.manifest.get("export")
+    if not exported:
+        raise BundleError(f"{bundle.path} has no exported graphs; run `zoo export {bundle.path}` first")
+    dtypes = _chosen_dtypes(exported["dtypes"], dtypes)
+    manifests = sorted(bundle.path.glob("engines/*/*/*.json"))
+    lengths = _chosen_lengths(lengths, manifests)
+    parts = load_model(bundle).parts()
+    total = len(dtypes) * len(parts) * (1 + len(lengths)) + len(manifests)
+
+    checks: list[Check] = []
+    for phrase, found in _all_checks(bundle, parts, dtypes, lengths, manifests, seed):
+        checks += found
+        if progress is not None:
+            progress(phrase, min(len(checks), total), total)
+
+    not_run = ["engines were not executed: this machine has no CUDA device"] if manifests else []
+    if not torch.cuda.is_available() and "bf16" in dtypes:
+        not_run.append(
+            "bf16 graphs ran in the ONNX reference evaluator: ONNX Runtime has no bfloat16 MatMul on the CPU"
+        )
+    report = Report(str(bundle.path), tuple(checks), tuple(not_run), tool_versions(), time.perf_counter() - started)
+    files.write_json(bundle.path / REPORT, report.to_json())
+    return report
+
+
+def _all_checks(
+    bundle: Bundle,
+    parts: Sequence[Part],
+    dtypes: Sequence[str],
+    lengths: Sequence[int],
+    manifests: list[Path],
+    seed: int,
+) -> Iterator[tuple[str, list[Check]]]:
+    exact = {part.name: TorchExecutor(part, torch.float64) for part in parts}
+    for dtype in dtypes:
+        executors: dict[str, Executor] = {}
+        low = {part.name: TorchExecutor(part, DTYPES[dtype]) for part in parts}
+        for part in parts:
+            name = f"onnx/{part.name}-{dtype}.onnx"
+            phrase = f"{part.name} {dtype}"
+            try:
+                path = bundle.file(name)
+                executors[part.name] = onnx_executor(path, part.signature, dtype)
+            except Exception as error:  # a damaged graph may fail in any way; the report must name it and go on
+                yield phrase, [Check("file", part.name, dtype, name, False, _sentence(error))]
+                continue
+            yield phrase, [_check_weights(path, name, part, dtype)]
+        for length in lengths:
+            yield f"{dtype}, length {length}", list(_check_parity(parts, exact, low, executors, dtype, length, seed))
+    for path in manifests:
+        yield path.stem, [_check_engine(bundle, path)]
+
+
+def _check_weights(path: Path, name: str, part: Part, dtype: str) -> Check:
+    problems = compare_weights(path, part.module.state_dict(), dtype)
+    detail = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+    return Check("weights", part.name, dtype, name, not problems, detail)
+
+
+def _check_parity(
+    parts: Sequence[Part],
+    exact: Mapping[str, Executor],
+    low: Mapping[str, Executor],
+    executors: Mapping[str, Executor],
+    dtype: str,
+    length: int,
+    seed: int,
+) -> Iterator[Check]:
+    """Compare every part at one length; floating inputs of later parts are the outputs of earlier ones."""
+    torch_dtype = DTYPES[dtype]
+    for case in cases(length, seed=seed + 1000 * length):
+        known: dict[str, Tensor] = {}
+        for part in parts:
+            for inputs in _variants(part, case, known, torch_dtype):
+                ref64 = exact[part.name](inputs)
+                known |= {name: value.to(torch_dtype) for name, value in ref64.items()}
+                known["lengths"] = inputs["lengths"]
+                if part.name not in executors:
+                    continue
+                yield from _compare(part, case, dtype, executors[part.name], inputs, ref64, low[part.name](inputs))
+
+
+def _variants(part: Part, case: Case, known: dict[str, Tensor], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Yield the inputs of a case, once for every value of a one-element selector such as ``digit``."""
+    inputs = draw_inputs(part.signature, case, known, dtype)
+    selectors = [spec for spec in part.signature.inputs if spec.shape == (1,) and isinstance(spec.limit, int)]
+    if not selectors:
+        yield inputs
+        return
+    selector = selectors[0]
+    assert isinstance(selector.limit, int)
+    for value in range(selector.limit):
+        yield {**inputs, selector.name: torch.full_like(inputs[selector.name], value)}
+
+
+def _compare(
+    part: Part,
+    case: Case,
+    dtype: str,
+    executor: Executor,
+    inputs: dict[str, Tensor],
+    ref64: dict[str, Tensor],
+    ref_lo: dict[str, Tensor],
+) -> Iterator[Check]:
+    subject = f"{executor.name}, batch {case.batch}, length {case.length}"
+    if "digit" in inputs:
+        subject += f", digit {int(inputs['digit'])}"
+    try:
+        outputs = executor(inputs)
+    except Exception as error:  # whatever the executor raises is the finding
+        yield Check("parity", part.name, dtype, subject, False, _sentence(error))
+        return
+    for name, out in outputs.items():
+        found = deviation(out, ref64[name], ref_lo[name], DTYPES[dtype])
+        figures = {
+            "rms": found.rms,
+            "rms_allowed": found.rms_allowed,
+            "max": found.max,
+            "max_allowed": found.max_allowed,
+            "share": found.share,
+            "worst_index": list(found.worst_index),
+        }
+        detail = ""
+        if not found.ok:
+            detail = (
+                f"{name} is {found.rms:.2e} (rms) and {found.max:.2e} (max, at {list(found.worst_index)}) from "
+                f"float64; {found.rms_allowed:.2e} and {found.max_allowed:.2e} are allowed"
+            )
+        yield Check("parity", part.name, dtype, f"{subject}, {name}", found.ok, detail, figures)
+
+
+def _check_engine(bundle: Bundle, path: Path) -> Check:
+    subject = str(path.relative_to(bundle.path).with_suffix(".engine"))
+    problems = check_manifest(bundle, path)
+    part, dtype = "?", "?"
+    try:
+        manifest = load_manifest(path)
+        part, dtype = manifest.part, manifest.dtype
+    except BundleError:
+        pass  # check_manifest has said so
+    return Check("engine", part, dtype, subject, not problems, "; ".join(problems))
+
+
+def _chosen_dtypes(available: Sequence[str], wanted: Sequence[str] | None) -> tuple[str, ...]:
+    for dtype in wanted or ():
+        if dtype not in available:
+            raise ConfigError(f"the bundle has no {dtype} graphs; it has {', '.join(available)}")
+    return tuple(wanted or available)
+
+
+def _chosen_lengths(wanted: Sequence[int] | None, manifests: Sequence[Path]) -> tuple[int, ...]:
+    if wanted:
+        if min(wanted) < 1:
+            raise ConfigError(f"a length of {min(wanted)} was asked for; lengths start at 1")
+        return tuple(sorted(set(wanted)))
+    built = []
+    for path in manifests:
+        try:
+            built.append(load_manifest(path).length)
+        except BundleError:
+            continue  # reported by its own check
+    longest = max(built, default=_DEFAULT_LONGEST)
+    return tuple(sorted({1, longest // 3 | 1, longest}))
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
