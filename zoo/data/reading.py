@@ -195,7 +195,8 @@ def _narrow(keys: pl.Series) -> pl.Series:
 def _check_item_ids(path: Path, item: pl.Series, atomic: bool) -> None:
     if item.dtype == pl.String:
         return
-    outside = item.filter((item < 0) | (item >= ITEM_ID_LIMIT))
+    value = item.cast(pl.Int64, strict=False)
+    outside = item.filter(item.is_not_null() & (value.is_null() | (value < 0) | (value >= ITEM_ID_LIMIT)))
     if len(outside):
         way_out = "write them with a letter in front (i123)" if atomic else "store the column as strings"
         raise DataError(

@@ -37,6 +37,8 @@ def embed_items(
     Raises ``ConfigError`` for an unknown method or ``dims`` below 1.
     """
     check_embedding(method, dims)
+    import sklearn.decomposition
+    import sklearn.feature_extraction.text  # noqa: F401  (threadpool_limits reaches only libraries that are loaded)
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     random = np.random.default_rng(seed)
