@@ -1,0 +1,187 @@
+from datetime import datetime
+
+import polars as pl
+import pytest
+
+from zoo.data.reading import Columns, find_source, read_interactions
+from zoo.errors import DataError
+
+ROWS = [(1, 10, 100), (1, 11, 200), (1, 12, 300)]
+
+
+def read(path, **columns):
+    return read_interactions(find_source(path), Columns(**columns))
+
+
+def parquet(tmp_path, name="d.parquet", **columns):
+    path = tmp_path / name
+    pl.DataFrame(columns).write_parquet(path)
+    return path
+
+
+def test_integer_tokens_are_integers_and_times_numbers(write_atomic):
+    found = read(write_atomic(ROWS))
+    assert found.events.rows() == ROWS
+    assert found.integer_items
+    assert found.texts is None
+
+
+def test_one_token_that_is_not_canonical_makes_all_of_them_strings(write_atomic):
+    found = read(write_atomic([(1, "010", 100), *ROWS[1:]]))
+    assert not found.integer_items
+    assert found.events["item"].to_list() == ["010", "11", "12"]
+
+
+def test_quotes_crlf_and_byte_order_mark_are_taken_as_text_files_have_them(tmp_path):
+    path = tmp_path / "d.inter"
+    path.write_bytes(b'\xef\xbb\xbfuser_id:token\titem_id:token\ttimestamp:float\r\nu\t"M" (1931)\t5.5\r\n')
+    assert read(path).events.rows() == [("u", '"M" (1931)', 5.5)]
+
+
+def test_a_folder_is_read_with_its_item_text(write_atomic):
+    events = write_atomic(ROWS)
+    write_atomic(
+        [(10, "Toy Story", 1995.0, 4.2, "Comedy Family"), (11, None, None, 1, "Drama")],
+        "item_id:token title:token_seq release_year:float price:float class:token_seq",
+        "d.item",
+    )
+    for source in (events, events.parent):
+        texts = read(source).texts
+        assert texts.rows() == [("10", "Toy Story 1995.0 Comedy Family"), ("11", "Drama")]
+
+
+def test_parquet_with_text_lists_years_and_named_columns(tmp_path):
+    parquet(tmp_path, who=["a", "b"], what=[1, 2], when=[1.5, 2.5])
+    parquet(tmp_path, "items.parquet", item=[1, 2], title=["T", None], tags=[["x", "y"], []], year=[1999, 2000])
+    found = read(tmp_path, user="who", item="what", timestamp="when")
+    assert found.events.rows() == [("a", 1, 1.5), ("b", 2, 2.5)]
+    assert [text.split() for text in found.texts["text"]] == [["T", "x", "y", "1999"], ["2000"]]
+
+
+@pytest.mark.parametrize("names", [("user", "item"), ("user_id", "item_id")])
+def test_both_usual_names_are_found(tmp_path, names):
+    path = parquet(tmp_path, **{names[0]: [1], names[1]: [2], "timestamp": [3]})
+    assert read(path).events.rows() == [(1, 2, 3)]
+
+
+def test_parquet_strings_stay_strings_even_when_they_look_like_huge_numbers(tmp_path):
+    found = read(parquet(tmp_path, user=[1], item=[str(2**40)], timestamp=[3]))
+    assert found.events["item"].to_list() == [str(2**40)]
+
+
+def test_dates_in_parquet_are_milliseconds(tmp_path):
+    found = read(parquet(tmp_path, user=[1], item=[2], timestamp=[datetime(1970, 1, 2)]))
+    assert (found.events["time"].to_list(), found.time_unit) == ([86_400_000], "ms")
+
+
+def test_whole_floats_are_ids_as_pandas_writes_them_with_gaps(tmp_path):
+    found = read(parquet(tmp_path, user=[1.0, None], item=[2.0, float("nan")], timestamp=[3, 4]))
+    assert found.events.rows() == [(1, 2, 3), (None, None, 4)]
+
+
+@pytest.mark.parametrize("dtype", [pl.Int8, pl.UInt16, pl.UInt64, pl.Int128])
+def test_every_integer_type_is_taken(tmp_path, dtype):
+    path = tmp_path / "d.parquet"
+    pl.DataFrame({"user": [1], "item": [2], "timestamp": [3]}).cast(dtype).write_parquet(path)
+    assert read(path).events.schema == {"user": pl.Int64, "item": pl.Int64, "time": pl.Int64}
+
+
+def test_user_tokens_may_be_longer_than_any_integer(write_atomic):
+    users = [10**19, 10**50]
+    assert read(write_atomic([(user, 1, 2) for user in users])).events["user"].to_list() == [str(u) for u in users]
+
+
+def test_categories_and_empty_strings(tmp_path):
+    found = read(parquet(tmp_path, user=["a", ""], item=pl.Series(["x", "y"], dtype=pl.Categorical), timestamp=[1, 2]))
+    assert found.events.rows() == [("a", "x", 1), (None, "y", 2)]
+
+
+def test_missing_values_are_null_and_are_not_dropped_here(write_atomic):
+    found = read(write_atomic([*ROWS, (None, 1, 2), (1, None, 2), (1, 1, None), (1, 1, "nan"), (1,)]))
+    assert found.events.null_count().row(0) == (1, 2, 3)
+
+
+def test_a_missing_column_names_those_that_are_there(write_atomic):
+    path = write_atomic(ROWS, "user_id:token movie:token timestamp:float")
+    with pytest.raises(
+        DataError, match=r'no item column "item_id" or "item", it has user_id, movie, timestamp; .*item_'
+    ):
+        read(path)
+    with pytest.raises(DataError, match=r'no user column "customer"'):
+        read(path, user="customer")
+
+
+@pytest.mark.parametrize("name", ["d.inter", "d.parquet"])
+def test_an_empty_file_is_an_error(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match="empty file of 0 bytes"):
+        read(tmp_path / name)
+
+
+def test_a_header_without_events_is_an_error(write_atomic, tmp_path):
+    for path in (write_atomic([]), parquet(tmp_path, user=[], item=[], timestamp=[])):
+        with pytest.raises(DataError, match="no events"):
+            read(path)
+
+
+@pytest.mark.parametrize("keep", [3, 40, 0.5, 0.99])
+def test_a_truncated_parquet_file_is_an_error(tmp_path, keep):
+    path = parquet(tmp_path, user=list(range(500)), item=list(range(500)), timestamp=list(range(500)))
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content)) if keep < 1 else keep])
+    with pytest.raises(DataError, match="cannot be read as a whole Parquet file"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["d.inter", "d.parquet"])
+@pytest.mark.parametrize("junk", [bytes(range(256)) * 8, b"\x00" * 999, b"PAR1" + b"\x07" * 99 + b"PAR1"], ids=str)
+def test_binary_junk_is_an_error(tmp_path, name, junk):
+    (tmp_path / name).write_bytes(junk)
+    with pytest.raises(DataError, match=r"d\.(inter|parquet)"):
+        read(tmp_path / name)
+
+
+def test_a_line_with_too_many_fields_is_an_error(write_atomic):
+    with pytest.raises(DataError, match="cannot be read as a tab-separated"):
+        read(write_atomic([*ROWS, (1, 2, 3, 4)]))
+
+
+def test_times_that_are_no_numbers_are_counted_and_shown(write_atomic):
+    with pytest.raises(DataError, match=r'2 of 5 times .*"timestamp".* are not numbers, the first one is "yesterday"'):
+        read(write_atomic([*ROWS, (1, 2, "yesterday"), (1, 2, "today")]))
+
+
+@pytest.mark.parametrize("bad", [2**31, 2**40, 10**30])
+def test_atomic_ids_of_2_31_and_more_are_an_error(write_atomic, bad):
+    with pytest.raises(DataError, match=rf"1 item ids of .* outside 0 <= id < 2\^31, the first one is {bad}; .*letter"):
+        read(write_atomic([*ROWS, (1, bad, 5), (2, bad, 5)]))
+
+
+@pytest.mark.parametrize("bad", [2**31, -1])
+def test_parquet_ids_out_of_range_are_an_error(tmp_path, bad):
+    with pytest.raises(DataError, match=rf"first one is {bad}; store the column as strings"):
+        read(parquet(tmp_path, user=[1, 1], item=[2**31 - 1, bad], timestamp=[1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"), [([1.5, 2], "holds fractions"), ([[1], [2]], "of type List")], ids=["fractions", "lists"]
+)
+def test_ids_of_the_wrong_kind_are_an_error(tmp_path, values, message):
+    with pytest.raises(DataError, match=message):
+        read(parquet(tmp_path, user=[1, 2], item=values, timestamp=[1, 2]))
+
+
+def test_a_source_that_is_no_single_file_says_what_was_found(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        find_source(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"found none; name the file"):
+        find_source(tmp_path)
+    (tmp_path / "a.inter").touch()
+    (tmp_path / "b.inter").touch()
+    with pytest.raises(DataError, match=r"found a\.inter, b\.inter"):
+        find_source(tmp_path)
+    (tmp_path / "c.csv").touch()
+    with pytest.raises(DataError, match=r'ends in "\.csv"'):
+        find_source(tmp_path / "c.csv")
+    with pytest.raises(DataError, match=r"item file .* does not exist"):
+        find_source(tmp_path / "a.inter", tmp_path / "a.items")
