@@ -199,7 +199,7 @@ def _kmeans(points: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.nd
     """Return at most ``size`` centres float32 [k, E] and the nearest one of each point, int32 [N]."""
     from sklearn.cluster import KMeans, MiniBatchKMeans
     from sklearn.exceptions import ConvergenceWarning
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+    from threadpoolctl import threadpool_limits
 
     size = min(size, len(points))
     whole = len(points) <= _WHOLE_KMEANS_ITEMS

@@ -39,7 +39,7 @@ def embed_items(
     check_embedding(method, dims)
     import sklearn.decomposition
     import sklearn.feature_extraction.text  # noqa: F401  (threadpool_limits reaches only libraries that are loaded)
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+    from threadpoolctl import threadpool_limits
 
     random = np.random.default_rng(seed)
     with threadpool_limits(limits=1):
