@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from zoo import __version__, verbs
+from zoo import __version__, tables, verbs
 from zoo.errors import ConfigError, ZooError
 
 app = typer.Typer(
@@ -73,27 +71,7 @@ def list_presets(
     if as_json:
         _print_json([{**asdict(row), "total": row.total} for row in rows])
         return
-    table = Table(title="Presets", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-    for column in ("preset", "encoder", "d", "heads"):
-        table.add_column(column, no_wrap=True)
-    for column in ("decoder", "item table", "encoder", "decoder", "in all", "fp16 MB"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        config, count = row.config, row.parameters
-        table.add_row(
-            row.name,
-            f"{len(row.mixers)} x {config['layout'] if 'L' in row.mixers else 'S'}",
-            str(config["d_model"]),
-            f"{config['num_heads']}x{config['head_dim']}",
-            f"{config['decoder_layers']} x",
-            *(_millions(count[part]) for part in ("items", "encoder", "decoder")),
-            _millions(row.total),
-            f"{row.megabytes(2):,.1f}",
-        )
-    out_console.print(table)
-    out_console.print(
-        "Encoder: layers x pattern, S softmax and L linear attention. Parameters in millions; exact ones with --json."
-    )
+    out_console.print(tables.presets(rows))
 
 
 @app.command(rich_help_panel="Look")
@@ -103,26 +81,7 @@ def inspect(bundle: BundleArgument, as_json: JsonOption = False) -> None:
     if as_json:
         _print_json(found)
         return
-    config = ", ".join(f"{name} {value}" for name, value in found["config"].items())
-    out_console.print(f"[bold]{escape(found['path'])}[/]\n{escape(config)}\n")
-    for part, signature in found["signatures"].items():
-        table = Table(title=f"Part {part}", title_justify="left")
-        for column in ("", "tensor", "dtype", "shape", "meaning"):
-            table.add_column(column)
-        for direction in ("inputs", "outputs"):
-            for tensor in signature[direction]:
-                shape = " x ".join(str(dim) for dim in tensor["shape"])
-                table.add_row(direction[:-1], tensor["name"], tensor["dtype"], shape, tensor["meaning"])
-        out_console.print(table)
-    table = Table(title="Files", title_justify="left")
-    table.add_column("file")
-    table.add_column("MB", justify="right")
-    table.add_column("sha256")
-    for name, record in found["files"].items():
-        table.add_row(name, f"{record['size'] / 1e6:,.2f}", record["sha256"][:12])
-    out_console.print(table)
-    if found["engines"]:
-        out_console.print(_engine_table(found["engines"]))
+    out_console.print(tables.bundle(found))
 
 
 @app.command(rich_help_panel="Path")
@@ -176,6 +135,66 @@ def data(
 
 
 @app.command(rich_help_panel="Path")
+def train(
+    preset: Annotated[str, typer.Argument(help="A name of `zoo list`.")],
+    data: Annotated[str, typer.Option(help="ml-100k, ml-1m, or a folder that `zoo data` wrote.")],
+    out: Annotated[Path, typer.Option(help="Bundle folder; a killed run in it is resumed.")],
+    twin: TwinOption = None,
+    set_: SetOption = None,
+    train_set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE", help="Change a field of the recipe, e.g. --train-set peak_lr=0.001. Repeatable."
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps; default: the preset's recipe.")] = None,
+    seed: int = 0,
+    restart: Annotated[bool, typer.Option(help="Start over where a run exists, instead of resuming it.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a preset into a bundle: weights, semantic IDs, log, loss curve.
+
+    Interrupt it at any time; the same command goes on from the last checkpoint with the same losses.
+    """
+    recipe = _overrides(train_set)
+    if steps is not None:
+        recipe["steps"] = steps
+    bundle = verbs.train(
+        preset,
+        data=_dataset(data),
+        out=out,
+        twin=twin,
+        overrides=_overrides(set_),
+        seed=seed,
+        resume=not restart,
+        progress=not as_json,
+        **recipe,
+    )
+    if as_json:
+        _print_json({"path": str(bundle.path), **bundle.manifest["training"]})
+        return
+    out_console.print(f"Bundle in [bold]{escape(str(bundle.path))}[/]; loss curve in training/loss.png")
+    out_console.print(f"Next: zoo eval {bundle.path} --data {data}")
+
+
+@app.command("eval", rich_help_panel="Path")
+def evaluate(
+    bundle: BundleArgument,
+    data: Annotated[str, typer.Option(help="ml-100k, ml-1m, or a folder that `zoo data` wrote.")],
+    split: Annotated[str, typer.Option(help="test or valid.")] = "test",
+    beams: Annotated[int | None, typer.Option(help="Beam width; default: enough for Recall@50.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Rank the whole catalogue for every user by constrained beam search, beside popularity and last-item baselines."""
+    settings = {} if beams is None else {"beams": beams}
+    report = verbs.eval(bundle, data=_dataset(data), split=split, progress=not as_json, **settings)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        out_console.print(report.table())
+
+
+@app.command(rich_help_panel="Path")
 def init(
     preset: Annotated[str, typer.Argument(help="A name of `zoo list`.")],
     out: Annotated[Path, typer.Argument(help="Folder of the new bundle.")],
@@ -210,19 +229,7 @@ def export(
     if as_json:
         _print_json([_jsonable(part) for part in parts])
         return
-    table = Table(title=f"Exported to {bundle}/onnx", title_justify="left")
-    for column in ("part", "dtype", "opset", "zoo nodes"):
-        table.add_column(column)
-    table.add_column("MB", justify="right")
-    table.add_column("seconds", justify="right")
-    table.add_column("")
-    for part in parts:
-        nodes = ", ".join(f"{count} {name}" for name, count in part.ops.items()) or "none"
-        state = "up to date" if part.up_to_date else "written"
-        table.add_row(
-            part.part, part.dtype, str(part.opset), nodes, f"{part.size / 1e6:,.2f}", f"{part.seconds:.1f}", state
-        )
-    out_console.print(table)
+    out_console.print(tables.exported(parts))
 
 
 @app.command(rich_help_panel="Path")
@@ -257,7 +264,7 @@ def build(
     if as_json:
         _print_json([_jsonable(record) for record in records])
         return
-    out_console.print(_engine_table([_jsonable(record) for record in records]))
+    out_console.print(tables.engines([_jsonable(record) for record in records]))
 
 
 @app.command(rich_help_panel="Path")
@@ -291,6 +298,35 @@ def validate(
         verdict = "[green]all passed[/]" if report.ok else "[red]FAILED[/]"
         out_console.print(f"{len(report.checks)} checks in {report.seconds:.0f} s: {verdict}")
     if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command(rich_help_panel="Start here")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder to write; a killed demo is resumed.")] = Path("zoo-demo"),
+    lengths: Annotated[str, typer.Option(help="Comma-separated history lengths, one engine each.")] = "64,128,256",
+    targets: Annotated[
+        str, typer.Option(help="Comma-separated GPUs to build for; none needs to be here.")
+    ] = "sm89,sm120",
+    steps: Annotated[int | None, typer.Option(help="Training steps; fewer are faster and recommend worse.")] = None,
+    seed: int = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the whole path on MovieLens-100K, with no GPU: data, training, evaluation, ONNX, engines, parity."""
+    summary = verbs.demo(
+        out=out,
+        lengths=_integers("--lengths", lengths),
+        targets=_words(targets),
+        steps=steps,
+        seed=seed,
+        stage=lambda sentence: err_console.print(f"[bold]{escape(sentence)}[/]"),
+        progress=not as_json,
+    )
+    if as_json:
+        _print_json(summary)
+    else:
+        out_console.print(tables.demo(summary))
+    if not summary["ok"]:
         raise typer.Exit(1)
 
 
@@ -342,29 +378,11 @@ def _counted(title: str) -> Iterator[Any]:
         yield count
 
 
-def _engine_table(records: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Engines", title_justify="left")
-    for column in ("part", "dtype", "length", "target", "plugins"):
-        table.add_column(column)
-    for column in ("MB", "build s", ""):
-        table.add_column(column, justify="right")
-    for record in records:
-        plugins = ", ".join(f"{plugin['count']} {plugin['name']}" for plugin in record["plugins"]) or "none"
-        table.add_row(
-            record["part"],
-            record["dtype"],
-            str(record["length"]),
-            str(record["target"]),
-            plugins,
-            f"{record['engine_size'] / 1e6:,.2f}",
-            f"{record['build_seconds']:.1f}",
-            record.get("status", ""),
-        )
-    return table
+def _dataset(source: str) -> Any:
+    """Return the prepared dataset of a folder, or prepare a public one."""
+    from zoo.data import SOURCES, load_dataset
 
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:,.2f}M"
+    return verbs.data(source) if source in SOURCES else load_dataset(source)
 
 
 def _jsonable(value: Any) -> Any:

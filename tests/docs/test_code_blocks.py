@@ -1,4 +1,4 @@
-"""Every code block of the README and of docs/ is run: Python blocks whole, `zoo` command lines as far as their parse."""
+"""Every code block of the README and docs/ is run: Python whole, `zoo` command lines as far as their parse."""
 
 import re
 import shlex

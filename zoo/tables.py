@@ -1,0 +1,126 @@
+"""The tables that the command line prints, each from plain results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+
+def presets(rows: Sequence[Any]) -> Group:
+    """Return the presets (``verbs.PresetRow``) with their sizes."""
+    table = _table("Presets", left=("preset", "encoder", "d", "heads"), right=_PRESET_COUNTS)
+    for row in rows:
+        config, count = row.config, row.parameters
+        table.add_row(
+            row.name,
+            f"{len(row.mixers)} x {config['layout'] if 'L' in row.mixers else 'S'}",
+            str(config["d_model"]),
+            f"{config['num_heads']}x{config['head_dim']}",
+            f"{config['decoder_layers']} x",
+            *(_millions(count[part]) for part in ("items", "encoder", "decoder")),
+            _millions(row.total),
+            f"{row.megabytes(2):,.1f}",
+        )
+    legend = "Encoder: layers x pattern, S softmax and L linear attention. Parameters in millions; exact with --json."
+    return Group(table, legend)
+
+
+_PRESET_COUNTS = ("decoder", "item table", "encoder", "decoder", "in all", "fp16 MB")
+
+
+def bundle(found: Mapping[str, Any]) -> Group:
+    """Return what ``verbs.inspect`` found: configuration, parts, files, engines."""
+    config = ", ".join(f"{name} {value}" for name, value in found["config"].items())
+    shown: list[Any] = [f"[bold]{escape(found['path'])}[/]", escape(config)]
+    for part, signature in found["signatures"].items():
+        table = _table(f"Part {part}", left=("", "tensor", "dtype", "shape", "meaning"))
+        for direction in ("inputs", "outputs"):
+            for tensor in signature[direction]:
+                shape = " x ".join(str(dim) for dim in tensor["shape"])
+                table.add_row(direction[:-1], tensor["name"], tensor["dtype"], shape, tensor["meaning"])
+        shown.append(table)
+    files = _table("Files", left=("file",), right=("MB", "sha256"))
+    for name, record in found["files"].items():
+        files.add_row(name, f"{record['size'] / 1e6:,.2f}", record["sha256"][:12])
+    shown.append(files)
+    if found["engines"]:
+        shown.append(engines(found["engines"]))
+    return Group(*shown)
+
+
+def exported(parts: Sequence[Any]) -> Table:
+    """Return the exported graphs (``export.OnnxPart``)."""
+    table = _table("Exported graphs", left=("part", "dtype", "opset", "zoo nodes"), right=("MB", "seconds", ""))
+    for part in parts:
+        nodes = ", ".join(f"{count} {name}" for name, count in part.ops.items()) or "none"
+        state = "up to date" if part.up_to_date else "written"
+        table.add_row(
+            part.part, part.dtype, str(part.opset), nodes, f"{part.size / 1e6:,.2f}", f"{part.seconds:.1f}", state
+        )
+    return table
+
+
+def engines(records: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the engines, from their records or manifests as JSON."""
+    table = _table("Engines", left=("part", "dtype", "length", "target", "plugins"), right=("MB", "build s", ""))
+    for record in records:
+        plugins = ", ".join(f"{plugin['count']} {plugin['name']}" for plugin in record["plugins"]) or "none"
+        table.add_row(
+            record["part"],
+            record["dtype"],
+            str(record["length"]),
+            str(record["target"]),
+            plugins,
+            f"{record['engine_size'] / 1e6:,.2f}",
+            f"{record['build_seconds']:.1f}",
+            record.get("status", ""),
+        )
+    return table
+
+
+def demo(summary: Mapping[str, Any]) -> Group:
+    """Return the summary of ``verbs.demo``: quality, stages with their seconds, paths."""
+    stages = _table("Stages", left=("stage", "result"), right=("seconds",))
+    seconds = summary["seconds"]
+    parity = summary["parity"]
+    verdict = "[green]all passed[/]" if summary["ok"] else f"[red]{parity['failed']} failed[/]"
+    results = {
+        "data": f"{summary['dataset']['users']:,} users, {summary['dataset']['items']:,} items",
+        "train": summary["paths"]["loss_curve"],
+        "eval": "see below",
+        "export": f"{len(summary['exported'])} graphs",
+        "build": f"{len(summary['engines'])} engines",
+        "validate": f"{parity['checks']} parity and contract checks: {verdict}",
+    }
+    for name, result in results.items():
+        stages.add_row(name, result, f"{seconds[name]:.1f}")
+    stages.add_row("[bold]in all[/]", summary["paths"]["bundle"], f"[bold]{seconds['total']:.1f}[/]")
+    return Group(stages, quality(summary["quality"]), engines(summary["engines"]))
+
+
+def quality(report: Mapping[str, Any]) -> Table:
+    """Return an evaluation report's metrics, one line a recommender."""
+    rows: Mapping[str, Mapping[str, float]] = report["metrics"]
+    names = [name for name in next(iter(rows.values())) if "@" in name]
+    table = _table(f"Full ranking, {report['split']} split", left=("recommender",), right=names)
+    for recommender, metrics in rows.items():
+        table.add_row(recommender, *(f"{metrics[name]:.4f}" for name in names))
+    return table
+
+
+def _table(title: str, *, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for column in left:
+        table.add_column(column)
+    for column in right:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.2f}M"
