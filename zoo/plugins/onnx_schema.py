@@ -7,7 +7,7 @@ from onnx import defs
 from zoo.plugins.spec import DOMAIN, FLOATS, OPS, AttributeSpec, OpSpec
 
 PLUGIN_ATTRIBUTES = ("plugin_namespace", "plugin_version")
-"""String attributes that every ``zoo`` node carries; TensorRT's parser finds the plugin by them, nothing else reads them."""
+"""String attributes that every ``zoo`` node carries; only TensorRT's parser reads them, to find the plugin."""
 
 _Schema = defs.OpSchema
 _ONNX_TYPES = {"float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)", "float32": "tensor(float)"}
