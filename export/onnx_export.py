@@ -1,7 +1,7 @@
 """One part of a model to one ONNX file.
 
-The steps, each of which may refuse with ExportError: capture with torch.export, translate to ONNX with the custom ops as
-``zoo`` nodes, attach their function bodies, write beside the target, check what was written, rename.
+The steps, each of which may refuse with ExportError: capture with torch.export, translate to ONNX with the custom ops
+as ``zoo`` nodes, attach their function bodies, write beside the target, check what was written, rename.
 """
 
 from __future__ import annotations

@@ -104,8 +104,10 @@ def causal_gated_linear_attention(
     visible_LL = positions.unsqueeze(0) <= positions.unsqueeze(1)
     if layout.key_gate_logit is not None:
         logits_BHL = packed[..., layout.key_gate_logit : layout.used_width].transpose(1, 2)
-        running_max_BHL = torch.cummax(logits_BHL, dim=-1).values
-        gap_BHLL = (logits_BHL.unsqueeze(2) - running_max_BHL.unsqueeze(3)).masked_fill(~visible_LL, 0)
+        # The running maximum, written as a masked maximum: cummax has no ONNX translation.
+        logits_BHLL = logits_BHL.unsqueeze(2).masked_fill(~visible_LL, -torch.inf)
+        running_max_BHL1 = logits_BHLL.amax(-1, keepdim=True) if length > 0 else logits_BHL.unsqueeze(3)
+        gap_BHLL = (logits_BHL.unsqueeze(2) - running_max_BHL1).masked_fill(~visible_LL, 0)
         weights_BHLL = weights_BHLL * torch.exp(gap_BHLL)
     weights_BHLL = weights_BHLL.masked_fill(~visible_LL, 0)
     total_BHL1 = weights_BHLL.sum(-1, keepdim=True)
