@@ -41,6 +41,10 @@ class CheckpointError(ZooError, ValueError):
     """A training checkpoint that is damaged or belongs to another run."""
 
 
+class TrainingError(ZooError, RuntimeError):
+    """A training run that cannot go on; what it had done is kept."""
+
+
 class ExportError(ZooError, RuntimeError):
     """A module that cannot be exported; the message names the submodule and why."""
 

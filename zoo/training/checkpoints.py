@@ -1,0 +1,101 @@
+"""Checkpoints: everything that the next step depends on, in one file that is whole or absent."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo import files
+from zoo.errors import CheckpointError
+
+CHECKPOINT = "training/checkpoint.pt"
+BEST = "training/best.pt"
+
+
+@dataclass
+class State:
+    """Where a run stands.
+
+    Attributes:
+        identity: what decides the losses (model, recipe, data, seed); a checkpoint fits only its own.
+        step: optimiser steps done.
+        best_metric: best validation so far, and -1 before the first.
+        best_step: the step of that validation.
+    """
+
+    identity: dict[str, Any]
+    step: int = 0
+    best_metric: float = -1.0
+    best_step: int = 0
+
+
+def save(
+    path: Path, state: State, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    """Write a checkpoint, random generators included."""
+    content = {
+        "state": vars(state),
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+    with files.replacing(path) as temporary:
+        torch.save(content, temporary)
+
+
+def load(
+    path: Path,
+    identity: Mapping[str, Any],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> State:
+    """Restore model, optimizer and random generators from a checkpoint of the same run.
+
+    Raises:
+        CheckpointError: damaged, or of a run that differs; the message names the first field that does.
+    """
+    content = _read(path)
+    stored = content["state"]["identity"]
+    different = [name for name in identity if stored.get(name) != identity[name]]
+    if different:
+        name = different[0]
+        raise CheckpointError(
+            f"{path} belongs to a run with {name} {stored.get(name)!r}, not {identity[name]!r}; "
+            "resume with the same settings, choose another --out, or start over with --restart"
+        )
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    torch.set_rng_state(content["rng"])
+    if device.type == "cuda" and content["cuda_rng"] is not None:
+        torch.cuda.set_rng_state(content["cuda_rng"], device)
+    return State(**content["state"])
+
+
+def save_weights(path: Path, model: torch.nn.Module) -> None:
+    """Write the weights alone."""
+    with files.replacing(path) as temporary:
+        torch.save(model.state_dict(), temporary)
+
+
+def load_weights(path: Path, model: torch.nn.Module) -> None:
+    """Read what ``save_weights`` wrote.
+
+    Raises:
+        CheckpointError: damaged.
+    """
+    model.load_state_dict(_read(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise CheckpointError(f"{path} is damaged ({reason}); start over with --restart") from error

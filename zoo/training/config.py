@@ -1,0 +1,112 @@
+"""How a preset is trained: one frozen dataclass, one recipe a preset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zoo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides the losses of a run, apart from the model, the data and the seed.
+
+    Attributes:
+        steps: optimiser steps.
+        batch_size: histories a step.
+        max_length: newest events of a history that the encoder reads.
+        targets_per_history: how many of the events that follow a history are decoded from it, each on its own. More
+            than 1 makes each encoder pass teach more; the paper's setting is 1.
+        peak_lr: highest learning rate.
+        start_lr: learning rate of the first step (P: 1e-5).
+        warmup_steps: linear rise from start_lr to peak_lr (P: 3000).
+        final_lr_ratio: the rate falls linearly to this share of the peak at the last step (P: 0.1).
+        weight_decay: decoupled, on matrices of projections only.
+        betas: of AdamW.
+        grad_clip: largest gradient norm.
+        eval_every: steps between validations; the weights of the best one are kept. 0 for none.
+        eval_users: users of a validation, the same ones each time.
+        checkpoint_every: steps between checkpoints.
+        precision: ``auto`` (bf16 autocast on a GPU, fp32 on a CPU), ``fp32`` or ``bf16``.
+    """
+
+    steps: int
+    batch_size: int
+    max_length: int
+    peak_lr: float
+    targets_per_history: int = 1
+    start_lr: float = 1e-5
+    warmup_steps: int = 3000
+    final_lr_ratio: float = 0.1
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.98)
+    grad_clip: float = 1.0
+    eval_every: int = 0
+    eval_users: int = 2000
+    checkpoint_every: int = 500
+    precision: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "max_length", "targets_per_history", "checkpoint_every", "eval_users"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("peak_lr", "start_lr", "grad_clip"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.precision not in ("auto", "fp32", "bf16"):
+            raise ConfigError(f"precision is {self.precision!r}; choose auto, fp32 or bf16")
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, 0 being the first (P: linear up, then linear down).
+
+        A run shorter than four warm-ups warms up for a quarter of its steps.
+        """
+        warmup = min(self.warmup_steps, self.steps // 4)
+        if step < warmup:
+            return self.start_lr + (self.peak_lr - self.start_lr) * step / warmup
+        fallen = (step - warmup) / max(1, self.steps - 1 - warmup)
+        return self.peak_lr * (1 - (1 - self.final_lr_ratio) * min(1.0, fallen))
+
+
+RECIPES = {
+    # (P) peak 5e-4; steps and batch are ours.
+    "gbla-yandex": TrainConfig(
+        steps=100_000, batch_size=64, max_length=2048, peak_lr=5e-4, eval_every=5000, checkpoint_every=1000
+    ),
+    # (P) Adam 5e-4, weight decay 1e-6, batch 256.
+    "gbla-grid": TrainConfig(
+        steps=30_000, batch_size=256, max_length=256, peak_lr=5e-4, weight_decay=1e-6, eval_every=2000
+    ),
+    "gbla-ml1m": TrainConfig(
+        steps=10_000, batch_size=128, max_length=2048, peak_lr=1e-3, targets_per_history=8, warmup_steps=1000,
+        eval_every=1000, eval_users=1000,
+    ),
+    # Two CPU cores, under three minutes.
+    "gbla-tiny": TrainConfig(
+        steps=600, batch_size=128, max_length=50, peak_lr=3e-3, targets_per_history=8, warmup_steps=100,
+        eval_every=150, checkpoint_every=100,
+    ),
+}  # fmt: skip
+
+_TWIN_PEAK_LR = {("gbla-yandex", "all-softmax"): 7e-4}
+"""(P) The paper tunes the rate of the industrial all-softmax twin on its own."""
+
+
+def recipe(preset: str, *, twin: str | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Return the recipe of a preset or twin with some fields changed.
+
+    Raises:
+        ConfigError: no recipe for the preset, or no such field.
+    """
+    if preset not in RECIPES:
+        raise ConfigError(f"there is no recipe for {preset!r}; there is one for {', '.join(RECIPES)}")
+    config = RECIPES[preset]
+    if (preset, twin) in _TWIN_PEAK_LR:
+        config = replace(config, peak_lr=_TWIN_PEAK_LR[preset, twin or ""])
+    unknown = sorted(set(overrides or {}) - set(TrainConfig.__dataclass_fields__))
+    if unknown:
+        fields = ", ".join(TrainConfig.__dataclass_fields__)
+        raise ConfigError(f"the training recipe has no field {unknown[0]!r}; its fields are {fields}")
+    return replace(config, **(overrides or {}))

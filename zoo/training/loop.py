@@ -1,0 +1,312 @@
+"""The training loop: AdamW, the paper's schedule, clipping, checkpoints with exact resume, best weights kept."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from zoo import files
+from zoo.bundle import SEMANTIC_IDS, WEIGHTS, Bundle
+from zoo.data import Dataset, load_dataset
+from zoo.errors import BundleError, ConfigError, TrainingError
+from zoo.models import presets
+from zoo.models.gbla import GBLA
+from zoo.training import checkpoints, logs
+from zoo.training.batches import Batch, TrainingBatches
+from zoo.training.config import TrainConfig, recipe
+from zoo.training.evaluate import rank_users
+from zoo.training.metrics import ranks_of, recall
+
+
+def train(
+    preset: str,
+    *,
+    data: Dataset | Path | str,
+    out: Path | str,
+    twin: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    resume: bool = True,
+    device: str | None = None,
+    progress: bool = True,
+    **settings: Any,
+) -> Bundle:
+    """Train a preset on a prepared dataset into a bundle.
+
+    Killed or interrupted, the same call goes on from the last checkpoint and computes the losses that it would have
+    computed without the interruption (bit by bit on one machine). Called again after the end, it returns the bundle.
+
+    Args:
+        preset: a name of ``zoo.models.presets``.
+        data: a dataset, or the folder of one.
+        out: folder of the bundle; ``training/`` in it holds checkpoint, log.csv and loss.png.
+        twin: comparison model of the preset.
+        overrides: fields of the model configuration to change.
+        seed: draws weights, batches and dropout.
+        resume: go on where a run in ``out`` stopped; False starts over.
+        device: default: the GPU where there is one.
+        progress: show a progress bar on standard error.
+        settings: fields of ``TrainConfig`` to change in the preset's recipe.
+
+    Returns:
+        The bundle with weights of the best validation (of the last step where there was none), semantic IDs and log.
+
+    Raises:
+        ConfigError: unknown preset, twin or field, or semantic IDs that do not fit the model.
+        CheckpointError: ``out`` holds a run with other settings, or a damaged checkpoint.
+        TrainingError: the loss is not finite; the last checkpoint is kept.
+    """
+    dataset = data if isinstance(data, Dataset) else load_dataset(data)
+    config = presets.resolve(preset, twin=twin, overrides=overrides)
+    plan = recipe(preset, twin=twin, overrides=settings)
+    _check_fit(config, dataset)
+    out = Path(out)
+    identity = {
+        "preset": preset,
+        "twin": twin,
+        **{f"model field {name}": value for name, value in presets.config_to_json(config).items()},
+        **{f"recipe field {name}": _plain(value) for name, value in vars(plan).items()},
+        "dataset": dataset.name,
+        "semantic IDs": files.sha256_of(dataset.path / SEMANTIC_IDS),
+        "seed": seed,
+    }
+    finished = _finished(out, identity) if resume else None
+    if finished is not None:
+        return finished
+    if not resume:
+        shutil.rmtree(out / "training", ignore_errors=True)
+    run = _Run(config, plan, dataset, out, identity, seed, device)
+    started = time.perf_counter()
+    run.to_the_end(show=progress)
+    return run.bundle(preset, twin, time.perf_counter() - started)
+
+
+class _Run:
+    """One training run on one device."""
+
+    def __init__(
+        self,
+        config: Any,
+        plan: TrainConfig,
+        dataset: Dataset,
+        out: Path,
+        identity: dict[str, Any],
+        seed: int,
+        device: str | None,
+    ) -> None:
+        self.config, self.plan, self.dataset, self.out = config, plan, dataset, out
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.manual_seed(seed)
+        self.model: GBLA = presets.build(config).to(self.device)
+        self.optimizer = _optimizer(self.model, plan)
+        self.batches = TrainingBatches(
+            dataset,
+            batch_size=plan.batch_size,
+            max_length=plan.max_length,
+            targets_per_history=plan.targets_per_history,
+            seed=seed,
+        )
+        path = out / checkpoints.CHECKPOINT
+        if path.exists():
+            self.state = checkpoints.load(path, identity, self.model, self.optimizer, self.device)
+        else:
+            self.state = checkpoints.State(identity)
+        draw = np.random.default_rng(0)
+        users = min(plan.eval_users, dataset.num_users)
+        self.eval_users = np.sort(draw.choice(dataset.num_users, users, replace=False))
+        self.log = logs.Log(out / logs.LOG, self.state.step)
+
+    def to_the_end(self, *, show: bool) -> None:
+        """Train from the present step to the last one."""
+        self.model.train()
+        batches = self.batches.from_step(self.state.step)
+        try:
+            with _stop_after_this_step() as stop, _bar(self.plan.steps, self.state.step, show) as tell:
+                while self.state.step < self.plan.steps:
+                    self._step(next(batches), tell)
+                    step = self.state.step
+                    if self.plan.eval_every and (step % self.plan.eval_every == 0 or step == self.plan.steps):
+                        self._validate()
+                    if step % self.plan.checkpoint_every == 0 or step == self.plan.steps or stop.is_set():
+                        self._checkpoint()
+                    if stop.is_set():
+                        raise KeyboardInterrupt
+        finally:
+            self.log.close()
+
+    def bundle(self, preset: str, twin: str | None, seconds: float) -> Bundle:
+        """Write the bundle with the best weights."""
+        best = self.out / checkpoints.BEST
+        if best.exists():
+            checkpoints.load_weights(best, self.model)
+        logs.draw_curve(self.out / logs.LOG, self.out / logs.CURVE, f"{preset} on {self.dataset.name}")
+        signatures = {part.name: part.signature for part in self.model.parts()}
+        bundle = Bundle.create(self.out, config=presets.config_to_json(self.config), signatures=signatures)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.state_dict().items()}
+        with files.replacing(self.out / WEIGHTS) as temporary:
+            save_file(weights, temporary)
+        with files.replacing(self.out / SEMANTIC_IDS) as temporary:
+            shutil.copyfile(self.dataset.path / SEMANTIC_IDS, temporary)
+        rows = [row for row in logs.read_log(self.out / logs.LOG) if row["loss"]]
+        summary = {
+            "dataset": self.dataset.name,
+            "dataset_path": str(self.dataset.path),
+            "recipe": {name: _plain(value) for name, value in vars(self.plan).items()},
+            "max_length": self.plan.max_length,
+            "identity": self.state.identity,
+            "seed": self.state.identity["seed"],
+            "steps": self.state.step,
+            "epochs": self.state.step / self.batches.steps_per_epoch,
+            "final_loss": float(rows[-1]["loss"]) if rows else None,
+            "best_valid_recall@10": self.state.best_metric if self.state.best_metric >= 0 else None,
+            "best_step": self.state.best_step or self.state.step,
+            "seconds_of_last_run": round(seconds, 1),
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+        }
+        bundle.update([WEIGHTS, SEMANTIC_IDS], preset=preset, twin=twin, training=summary)
+        return bundle
+
+    def _step(self, batch: Batch, tell: Any) -> None:
+        started = time.perf_counter()
+        rate = self.plan.learning_rate(self.state.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self._loss(batch.to(self.device))
+        if not math.isfinite(loss.item()):
+            self.log.flush()
+            raise TrainingError(
+                f"the loss is {loss.item()} at step {self.state.step + 1}; the checkpoint before it is kept in "
+                f"{self.out / checkpoints.CHECKPOINT}: lower peak_lr or grad_clip in another --out"
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.grad_clip)
+        self.optimizer.step()
+        self.state.step += 1
+        speed = len(batch.lengths) / (time.perf_counter() - started)
+        self.log.write(
+            step=self.state.step,
+            epoch=(self.state.step - 1) // self.batches.steps_per_epoch,
+            loss=loss.item(),
+            learning_rate=rate,
+            grad_norm=float(norm),
+            examples_per_second=speed,
+        )
+        tell(
+            self.state.step,
+            f"loss {loss.item():.3f}  lr {rate:.1e}  best Recall@10 {max(self.state.best_metric, 0):.4f}",
+        )
+
+    def _loss(self, batch: Batch) -> Tensor:
+        bf16 = self.plan.precision == "bf16" or (self.plan.precision == "auto" and self.device.type == "cuda")
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            losses_BK = self.model(batch.item_ids, batch.lengths, batch.target_codes)
+        return (losses_BK * batch.weights).sum() / batch.weights.sum()
+
+    def _validate(self) -> None:
+        ranked, _ = rank_users(
+            self.model,
+            self.dataset,
+            self.eval_users,
+            "valid",
+            max_length=self.plan.max_length,
+            beams=20,
+            batch_size=128,
+            count_illegal=False,
+        )
+        metric = recall(ranks_of(ranked, self.dataset.targets("valid")[self.eval_users]), 10)
+        self.log.write(step=self.state.step, **{"valid_recall@10": metric})
+        if metric > self.state.best_metric:
+            self.state.best_metric, self.state.best_step = metric, self.state.step
+            checkpoints.save_weights(self.out / checkpoints.BEST, self.model)
+
+    def _checkpoint(self) -> None:
+        self.log.flush()
+        checkpoints.save(self.out / checkpoints.CHECKPOINT, self.state, self.model, self.optimizer, self.device)
+
+
+def _optimizer(model: GBLA, plan: TrainConfig) -> torch.optim.AdamW:
+    """Return AdamW that decays projection matrices only: no norms, biases, embeddings or convolutions."""
+    decayed = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)} | {id(model.heads)}
+    groups = [
+        {"params": [p for p in model.parameters() if id(p) in decayed], "weight_decay": plan.weight_decay},
+        {"params": [p for p in model.parameters() if id(p) not in decayed], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=plan.start_lr, betas=plan.betas)
+
+
+def _check_fit(config: Any, dataset: Dataset) -> None:
+    ids = dataset.semantic_ids
+    if (ids.num_digits, ids.codebook_size) != (config.num_digits, config.codebook_size):
+        raise ConfigError(
+            f"{dataset.name} has semantic IDs of {ids.num_digits} digits x {ids.codebook_size} codes, but the model writes "
+            f"{config.num_digits} x {config.codebook_size}; prepare the data with --levels {config.num_digits - 1} "
+            f"--codebook-size {config.codebook_size}, or change num_digits and codebook_size with --set"
+        )
+
+
+def _finished(out: Path, identity: Mapping[str, Any]) -> Bundle | None:
+    """Return the bundle in ``out`` if exactly this run has written it."""
+    try:
+        bundle = Bundle.open(out)
+        bundle.file(WEIGHTS)
+    except BundleError:
+        return None
+    return bundle if bundle.manifest.get("training", {}).get("identity") == identity else None
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@contextmanager
+def _stop_after_this_step() -> Iterator[threading.Event]:
+    """Turn SIGINT and SIGTERM into a flag, so that the running step is finished and a checkpoint written."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in previous:
+            signal.signal(number, lambda *_: stop.set())
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _bar(steps: int, done: int, show: bool) -> Iterator[Any]:
+    """Yield ``tell(step, text)``: a progress bar on a terminal, a line now and then elsewhere."""
+    console = Console(stderr=True)
+    if not show:
+        yield lambda step, text: None
+    elif not console.is_terminal:
+        every = max(1, steps // 10)
+
+        def line(step: int, text: str) -> None:
+            if step % every == 0 or step == steps:
+                print(f"  step {step}/{steps}  {text}", file=sys.stderr)
+
+        yield line
+    else:
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+            task = bar.add_task("starting", total=steps, completed=done)
+            yield lambda step, text: bar.update(task, completed=step, description=text)
