@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Attempt = Callable[[nn.Module, tuple[Any, ...], Any], object]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def explain_failure(
@@ -27,29 +28,24 @@ def explain_failure(
     calls = _record_calls(module, inputs)
     path, current = "", module
     while True:
-        for name, child in current.named_children():
-            dotted = f"{path}.{name}" if path else name
-            failure = _try(child, calls, dynamic, attempt)
-            # A container such as ModuleList is never called itself; its members are.
-            descend = next(
-                (
-                    (f"{dotted}.{inner}", member, found)
-                    for inner, member in child.named_modules()
-                    if failure is None and child not in calls and inner
-                    for found in [_try(member, calls, dynamic, attempt)]
-                    if found is not None
-                ),
-                None,
-            )
+        for name, child in _called_children(current, calls):
+            failure = _failure(child, calls[child], dynamic, attempt)
             if failure is not None:
-                path, current, error = dotted, child, failure
-                break
-            if descend is not None:
-                path, current, error = descend
+                path, current, error = f"{path}.{name}".lstrip("."), child, failure
                 break
         else:
             where = f"{path} ({type(current).__name__})" if path else f"its top level ({type(module).__name__})"
             return f"{where} fails: {reason(error)}"
+
+
+def _called_children(module: nn.Module, calls: Mapping[nn.Module, Call]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the nearest submodules that were called, with their paths; containers are looked through."""
+    for name, child in module.named_children():
+        if child in calls:
+            yield name, child
+        else:
+            for inner, descendant in _called_children(child, calls):
+                yield f"{name}.{inner}", descendant
 
 
 def reason(error: BaseException) -> str:
@@ -63,16 +59,16 @@ def reason(error: BaseException) -> str:
     return f"{line} ({source.group(0).strip()})" if source else line
 
 
-def _record_calls(
-    module: nn.Module, inputs: tuple[Tensor, ...]
-) -> dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]:
+def _record_calls(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[nn.Module, Call]:
     """Run the module and return the arguments of the first call of each submodule."""
-    calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    calls: dict[nn.Module, Call] = {}
 
     def record(submodule: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.setdefault(submodule, (args, kwargs))
 
-    hooks = [child.register_forward_pre_hook(record, with_kwargs=True) for child in module.modules()]
+    hooks = [
+        child.register_forward_pre_hook(record, with_kwargs=True) for child in module.modules() if child is not module
+    ]
     try:
         with torch.no_grad():
             module(*inputs)
@@ -82,31 +78,28 @@ def _record_calls(
     return calls
 
 
-def _try(
-    module: nn.Module, calls: dict[nn.Module, Any], dynamic: Collection[int], attempt: Attempt
-) -> Exception | None:
+def _failure(module: nn.Module, call: Call, dynamic: Collection[int], attempt: Attempt) -> Exception | None:
     """Return what a submodule fails with on the arguments that it was called with; ``None`` if it does not."""
-    if module not in calls:
-        return None
-    args, kwargs = calls[module]
-    wrapper = _WithArguments(module, kwargs)
+    args, kwargs = call
+    values = (*args, *kwargs.values())
     try:
-        attempt(wrapper, args, (tuple(_dynamic_dims(value, dynamic) for value in args),))
+        attempt(_Positional(module, tuple(kwargs)), values, (tuple(_dynamic_dims(v, dynamic) for v in values),))
     except Exception as error:  # torch.export and torch.onnx raise anything
         return error
     return None
 
 
-class _WithArguments(nn.Module):
-    """A submodule with its keyword arguments bound, so that it takes positional tensors like any part."""
+class _Positional(nn.Module):
+    """A submodule that takes its keyword arguments by position, as the parts of a model do."""
 
-    def __init__(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
         self.module = module
-        self.kwargs = kwargs
+        self.names = names
 
     def forward(self, *args: Any) -> Any:
-        return self.module(*args, **self.kwargs)
+        split = len(args) - len(self.names)
+        return self.module(*args[:split], **dict(zip(self.names, args[split:], strict=True)))
 
 
 def _dynamic_dims(value: Any, dynamic: Collection[int]) -> Any:

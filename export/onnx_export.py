@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ DEFAULT_OPSET = 23
 LIMIT = 2_000_000_000
 """Weights of more bytes than this go to <name>.onnx.data beside the file: a protobuf holds at most 2 GiB."""
 
-_EXAMPLE_SIZES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+_SMALLEST_EXAMPLE = 11
+"""Dynamic dimensions are traced at this size and the next odd ones."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ def _example_sizes(part: Part) -> dict[str, int]:
     specs = (*part.signature.inputs, *part.signature.outputs)
     symbols = dict.fromkeys(dim for spec in part.signature.inputs for dim in spec.shape if isinstance(dim, str))
     taken = {dim for spec in specs for dim in spec.shape} | {dim for p in part.module.parameters() for dim in p.shape}
-    free = [size for size in _EXAMPLE_SIZES if size not in taken]
-    return dict(zip(symbols, free, strict=False))
+    free = (size for size in count(_SMALLEST_EXAMPLE, 2) if size not in taken)
+    return {symbol: next(free) for symbol in symbols}
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int], dtype: torch.dtype) -> Tensor:
@@ -184,7 +186,9 @@ def _onnx_model(
     try:
         return to_onnx(module, inputs, shapes, opset, part.signature)
     except Exception as error:
-        reason = explain_failure(module, inputs, sizes.values(), error, lambda *args: to_onnx(*args, opset=opset))
+        reason = explain_failure(
+            module, inputs, sizes.values(), error, lambda child, args, dynamic: to_onnx(child, args, dynamic, opset)
+        )
         raise ExportError(f"{part.name} cannot be exported: {reason}") from error
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -32,50 +33,48 @@ def label_initializers(model: ir.Model, weights: Mapping[str, Tensor]) -> None:
         model: an export, changed in place.
         weights: the checkpoint tensors that it reads, in its dtype.
     """
-    graph = model.graph
-    labels: dict[str, tuple[list[str], bool]] = {}
-    for name in weights:
-        if name in graph.initializers:
-            labels[name] = ([name], False)
+    initializers = model.graph.initializers
+    labels: dict[str, dict[str, Any]] = {}
+    for old, (tensors, transposed) in _origins(model, weights).items():
+        new = tensors[0] + (".T" if transposed else "")
+        if new != old:
+            value = initializers.pop(old)
+            value.name = new
+            initializers[new] = value
+        labels[new] = {"tensors": tensors, "transposed": transposed}
+    constants = {name: _digest(_array(value)) for name, value in initializers.items() if name not in labels}
+    model.metadata_props[WEIGHTS_KEY] = json.dumps(labels)
+    model.metadata_props[CONSTANTS_KEY] = json.dumps(constants)
+
+
+def _origins(model: ir.Model, weights: Mapping[str, Tensor]) -> dict[str, tuple[list[str], bool]]:
+    """Return for each initializer that is a weight: the checkpoint tensors that it equals, and whether transposed.
+
+    By name where the exporter kept it, else by content. Equal tensors (norms before training) share an initializer.
+    """
+    initializers = model.graph.initializers
+    found: dict[str, tuple[list[str], bool]] = {name: ([name], False) for name in weights if name in initializers}
     by_shape: dict[tuple[int, ...], list[str]] = {}
-    for name, value in graph.initializers.items():
-        by_shape.setdefault(tuple(_array(value).shape), []).append(name)
+    for name, value in initializers.items():
+        by_shape.setdefault(_array(value).shape, []).append(name)
     digests: dict[str, str] = {}
 
-    def find(array: np.ndarray) -> str | None:
+    def equal_to(array: np.ndarray) -> str | None:
         candidates = by_shape.get(array.shape, [])
+        for name in candidates:
+            if name not in digests:
+                digests[name] = _digest(_array(initializers[name]))
         digest = _digest(array) if candidates else ""
-        for candidate in candidates:
-            if candidate not in digests:
-                digests[candidate] = _digest(_array(graph.initializers[candidate]))
-            if digests[candidate] == digest:
-                return candidate
-        return None
+        return next((name for name in candidates if digests[name] == digest), None)
 
-    for name in [name for name in weights if name not in labels]:
+    for name in [name for name in weights if name not in initializers]:
         array = _from_torch(weights[name])
-        for transposed in (False, True):
-            if transposed and array.ndim != 2:
-                continue
-            found = find(array.T if transposed else array)
-            if found is not None:
-                names, _ = labels.setdefault(found, ([], transposed))
-                names.append(name)
+        for transposed in (False, True) if array.ndim == 2 else (False,):
+            match = equal_to(array.T if transposed else array)
+            if match is not None and found.setdefault(match, ([], transposed))[1] == transposed:
+                found[match][0].append(name)
                 break
-
-    renamed: dict[str, dict[str, object]] = {}
-    for old, (names, transposed) in labels.items():
-        new = names[0] + (".T" if transposed else "")
-        if new != old and new not in graph.initializers:
-            value = graph.initializers.pop(old)
-            value.name = new
-            graph.initializers[new] = value
-        else:
-            new = old
-        renamed[new] = {"tensors": names, "transposed": transposed}
-    constants = {name: _digest(_array(value)) for name, value in graph.initializers.items() if name not in renamed}
-    model.metadata_props[WEIGHTS_KEY] = json.dumps(renamed)
-    model.metadata_props[CONSTANTS_KEY] = json.dumps(constants)
+    return found
 
 
 def compare_weights(onnx_path: Path | str, state_dict: Mapping[str, Tensor], dtype: str) -> list[str]:
@@ -108,8 +107,8 @@ def compare_weights(onnx_path: Path | str, state_dict: Mapping[str, Tensor], dty
             if tensor not in state_dict:
                 problems.append(f"{name} stands for {tensor}, which the checkpoint does not have")
                 continue
-            expected = state_dict[tensor].detach()
-            expected = _from_torch(expected.to(_DTYPES[dtype]) if expected.is_floating_point() else expected)
+            source = state_dict[tensor]
+            expected = _from_torch(source.to(_DTYPES[dtype]) if source.is_floating_point() else source)
             difference = _difference(array, expected.T if label["transposed"] else expected)
             if difference:
                 problems.append(f"{tensor} {difference}")
@@ -141,4 +140,4 @@ def _from_torch(tensor: Tensor) -> np.ndarray:
 
 
 def _digest(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
