@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_FIXED_DIMENSION = re.compile(r"size\(\)\[(\d+)\].*(?:specialized it to be|inferred to be) a constant \((\d+)\)")
+_RAISING_CALL = re.compile(r'File "([^"]+)", line (\d+), in \w+\n(.+)')
 
 Attempt = Callable[[nn.Module, tuple[Any, ...], Any], object]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -49,14 +53,20 @@ def _called_children(module: nn.Module, calls: Mapping[nn.Module, Call]) -> Iter
 
 
 def reason(error: BaseException) -> str:
-    """Return the innermost cause of an error in one line, with the line of source where torch names it."""
-    text = str(error)
+    """Return the innermost cause of an error in one sentence, with the line of the model's source where torch tells."""
     while error.__cause__ is not None:
         error = error.__cause__
-    innermost = str(error).strip() or type(error).__name__
-    line = next(line.strip() for line in innermost.splitlines() if line.strip())
-    source = re.search(r"Caused by: (?:\([^)]*\)\s*)?(.*)", text) or re.search(r'File "([^"]+)", line (\d+)', text)
-    return f"{line} ({source.group(0).strip()})" if source else line
+    text = str(error).strip() or type(error).__name__
+    fixed = _FIXED_DIMENSION.search(text)
+    if fixed:
+        dimension, size = fixed.groups()
+        return f"it fixes dimension {dimension} of an input, which must stay dynamic, to {size}, as it was traced"
+    sentence = text.splitlines()[0].strip().rstrip(".")
+    frames = _RAISING_CALL.findall(text)
+    if frames:
+        file, line, code = frames[-1]
+        sentence += f", at {Path(file).name} line {line}: `{code.strip()}`"
+    return sentence
 
 
 def _record_calls(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[nn.Module, Call]:
