@@ -64,7 +64,9 @@ def plugin_fields(trt: Any, spec: OpSpec, attributes: Mapping[str, Any]) -> Any:
     """Return the attributes as a PluginFieldCollection; the caller keeps it alive while TensorRT may read it."""
     return trt.PluginFieldCollection(
         [
-            trt.PluginField(attribute.name, _encoded(attribute, attributes[attribute.name]), field_type(trt, attribute))
+            trt.PluginField(
+                attribute.name, _encoded(attribute.kind, attributes[attribute.name]), field_type(trt, attribute)
+            )
             for attribute in spec.attributes
         ]
     )
@@ -84,10 +86,12 @@ def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _encoded(attribute: AttributeSpec, value: Any) -> np.ndarray:
-    if attribute.kind == "string":
+@functools.cache
+def _encoded(kind: str, value: Any) -> np.ndarray:
+    """Return a value as field data, cached because a PluginField holds the bare address of its array."""
+    if kind == "string":
         return np.frombuffer(str(value).encode(), dtype=np.int8)
-    return np.array([value], dtype=np.float32 if attribute.kind == "float" else np.int32)
+    return np.array([value], dtype=np.float32 if kind == "float" else np.int32)
 
 
 def _decoded(attribute: AttributeSpec, data: Any) -> Any:
