@@ -40,7 +40,6 @@ def describe(trt, tensor):
     descriptor = trt.PluginTensorDesc()
     descriptor.dims = trt.Dims(list(tensor.shape))
     descriptor.type = getattr(trt.DataType, DTYPES[tensor.dtype])
-    descriptor.format = trt.TensorFormat.LINEAR
     return descriptor
 
 
