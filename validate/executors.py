@@ -1,4 +1,4 @@
-"""Ways to run a part: PyTorch, ONNX Runtime, the ONNX reference evaluator. All take and give named torch tensors."""
+"""Ways to run a part: PyTorch and ONNX Runtime. Both take and give named torch tensors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
 import torch
-from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
+from validate.bf16 import hold_bf16_in_fp32
 from zoo.models.parts import Part
 from zoo.signature import Signature
 
@@ -50,50 +49,30 @@ class TorchExecutor:
 
 
 class OrtExecutor:
-    """The exported file in ONNX Runtime on the CPU: custom ops run through their function bodies. No bfloat16."""
+    """The exported file in ONNX Runtime on the CPU: custom ops run through their function bodies.
 
-    def __init__(self, path: Path, signature: Signature) -> None:
+    A bfloat16 file is rewritten first (``validate.bf16``); it then takes and gives bfloat16 tensors like the original.
+    """
+
+    def __init__(self, path: Path, signature: Signature, dtype: str) -> None:
         self.name = "onnxruntime"
         self.signature = signature
+        self.holds_bf16 = dtype == "bf16"
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        source: str | bytes = str(path)
+        if self.holds_bf16:
+            # Constant folding would fold the roundings of weights away.
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            source = hold_bf16_in_fp32(onnx.load(path)).SerializeToString()
+        self.session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run; inputs must have the dtypes of the file."""
-        feeds = {spec.name: inputs[spec.name].numpy() for spec in self.signature.inputs}
+        feeds = {spec.name: self._feed(inputs[spec.name]) for spec in self.signature.inputs}
         names = [spec.name for spec in self.signature.outputs]
-        return {n: torch.from_numpy(v) for n, v in zip(names, self.session.run(names, feeds), strict=True)}
+        outputs = zip(names, map(torch.from_numpy, self.session.run(names, feeds)), strict=True)
+        return {name: value.to(torch.bfloat16) if self.holds_bf16 else value for name, value in outputs}
 
-
-class ReferenceExecutor:
-    """The exported file in ONNX's own reference evaluator: slow, but it knows bfloat16."""
-
-    def __init__(self, path: Path, signature: Signature) -> None:
-        self.name = "onnx reference"
-        self.signature = signature
-        self.evaluator = ReferenceEvaluator(onnx.load(path))
-
-    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run; inputs must have the dtypes of the file."""
-        feeds = {spec.name: _to_numpy(inputs[spec.name]) for spec in self.signature.inputs}
-        names = [spec.name for spec in self.signature.outputs]
-        return {n: _from_numpy(v) for n, v in zip(names, self.evaluator.run(names, feeds), strict=True)}
-
-
-def onnx_executor(path: Path, signature: Signature, dtype: str) -> Executor:
-    """Return the fastest executor on this machine that runs a file of ``dtype``."""
-    return ReferenceExecutor(path, signature) if dtype == "bf16" else OrtExecutor(path, signature)
-
-
-def _to_numpy(value: Tensor) -> np.ndarray:
-    if value.dtype == torch.bfloat16:
-        return value.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return value.numpy()
-
-
-def _from_numpy(value: np.ndarray) -> Tensor:
-    value = np.ascontiguousarray(value)
-    if value.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(value.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(value.copy())
+    def _feed(self, value: Tensor) -> np.ndarray:
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()

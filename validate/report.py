@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 
@@ -53,7 +54,7 @@ class Report:
 
     def table(self) -> Table:
         """Return a table, one line a part, dtype and kind, with the worst figures; failures line by line."""
-        table = Table(title=f"Parity of {self.bundle}", title_justify="left")
+        table = Table(title=f"Parity of {self.bundle}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
         for column in ("part", "dtype", "check", "tried", "worst error (rms / max)", "of the allowance", "result"):
             table.add_column(column, justify="right" if column in ("tried", "of the allowance") else "left")
         for (part, dtype, kind), group in self._grouped().items():

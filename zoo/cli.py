@@ -191,7 +191,7 @@ def evaluate(
     if as_json:
         _print_json(report.to_json())
     else:
-        out_console.print(report.table())
+        out_console.print(tables.quality(report.to_json()))
 
 
 @app.command(rich_help_panel="Path")
@@ -242,8 +242,11 @@ def build(
     batch: Annotated[str, typer.Option(help="Smallest, usual and largest batch.")] = "1,8,32",
     beams: Annotated[int, typer.Option(help="Most candidates a row that the decoder takes.")] = 50,
     targets: Annotated[
-        str, typer.Option(help="Comma-separated GPUs of the rtx flavor, e.g. sm80,sm86,sm89,sm120.")
-    ] = "sm89,sm120",
+        str | None,
+        typer.Option(
+            help="Comma-separated GPUs, e.g. sm80,sm86,sm89,sm120; default: sm89,sm120 (rtx), this GPU (tensorrt)."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16, as exported.")] = "fp16",
     force: Annotated[bool, typer.Option(help="Build again even where nothing changed.")] = False,
     as_json: JsonOption = False,
@@ -256,7 +259,7 @@ def build(
             lengths=_integers("--lengths", lengths),
             batch=_integers("--batch", batch),
             beams=beams,
-            targets=tuple(_words(targets)),
+            targets=_words(targets) or None,
             dtype=dtype,
             force=force,
             progress=phase,

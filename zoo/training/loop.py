@@ -247,15 +247,15 @@ def _optimizer(model: GBLA, plan: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in model.parameters() if id(p) in decayed], "weight_decay": plan.weight_decay},
         {"params": [p for p in model.parameters() if id(p) not in decayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=plan.start_lr, betas=plan.betas)
+    return torch.optim.AdamW(groups, lr=plan.start_lr, betas=plan.betas, fused=True)
 
 
 def _check_fit(config: Any, dataset: Dataset) -> None:
     ids = dataset.semantic_ids
     if (ids.num_digits, ids.codebook_size) != (config.num_digits, config.codebook_size):
         raise ConfigError(
-            f"{dataset.name} has semantic IDs of {ids.num_digits} digits x {ids.codebook_size} codes, but the model writes "
-            f"{config.num_digits} x {config.codebook_size}; prepare the data with --levels {config.num_digits - 1} "
+            f"{dataset.name} has semantic IDs of {ids.num_digits} digits x {ids.codebook_size} codes, but the model "
+            f"writes {config.num_digits} x {config.codebook_size}; prepare the data with --levels {config.num_digits - 1} "
             f"--codebook-size {config.codebook_size}, or change num_digits and codebook_size with --set"
         )
 
