@@ -7,6 +7,7 @@ as ``zoo`` nodes, attach their function bodies, write beside the target, check w
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -251,7 +252,10 @@ def _tidy(name: str, model: ir.Model) -> None:
 def _write(model: ir.Model, path: Path, *, external: bool, check: Callable[[Path], None]) -> int:
     """Write beside ``path``, check, rename; return the bytes written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.parent) as folder:
+    prefix, suffix = f".{path.name}.", ".partial"
+    for left_by_a_killed_export in path.parent.glob(f"{prefix}*{suffix}"):
+        shutil.rmtree(left_by_a_killed_export, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, suffix=suffix, dir=path.parent) as folder:
         file = Path(folder) / path.name
         ir.save(model, file, external_data=data_path(path).name if external else None)
         check(file)
