@@ -52,6 +52,9 @@ TwinOption = Annotated[
 DtypesOption = Annotated[str | None, typer.Option(help="Comma-separated: fp32, fp16, bf16.")]
 
 
+_EMBEDDING = "tfidf+cooccurrence"
+
+
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
@@ -101,7 +104,9 @@ def data(
     ] = None,
     levels: Annotated[int, typer.Option(help="Residual k-means levels; a de-duplication digit is added.")] = 3,
     codebook_size: Annotated[int, typer.Option(help="Codes a level; must equal the preset's codebook_size.")] = 256,
-    embedding: Annotated[str, typer.Option(help="tfidf (item texts), cooccurrence, or tfidf+cooccurrence.")] = "tfidf",
+    embedding: Annotated[
+        str, typer.Option(help="tfidf (item texts), cooccurrence, or tfidf+cooccurrence.")
+    ] = _EMBEDDING,
     seed: int = 0,
     as_json: JsonOption = False,
 ) -> None:

@@ -58,7 +58,7 @@ def demo(
         seconds[name] = round(time.perf_counter() - started, 1)
 
     with timed("data", "MovieLens-100K: read, clean, split by time, semantic IDs"):
-        dataset = verbs.data("ml-100k", embedding=_EMBEDDING)
+        dataset = verbs.data("ml-100k")
     with timed("train", f"train {PRESET}"):
         settings = {} if steps is None else {"steps": steps}
         bundle = verbs.train(PRESET, data=dataset, out=bundle_path, seed=seed, progress=progress, **settings)
@@ -89,6 +89,3 @@ def demo(
     }
     files.write_json(bundle_path / SUMMARY, summary)
     return summary
-
-
-_EMBEDDING = "tfidf"

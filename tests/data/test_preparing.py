@@ -75,7 +75,7 @@ def test_a_public_source_comes_from_a_local_wheel(tmp_path, monkeypatch):
     assert dataset.name == "ml-100k"
     assert dataset.item_texts()[3] == "film number 3"
     assert dataset.info["cleaning"]["catalogue_items_without_events"] == 1
-    assert dataset.info["embedding"]["method"] == "tfidf"
+    assert dataset.info["embedding"]["method"] == "tfidf+cooccurrence"
 
 
 def test_a_parquet_folder_with_string_items_is_prepared_with_own_column_names(tmp_path):

@@ -31,7 +31,7 @@ def prepare(
     levels: int = 3,
     codebook_size: int = 256,
     seed: int = 0,
-    embedding: Embedding = "tfidf",
+    embedding: Embedding = "tfidf+cooccurrence",
     dims: int = 64,
     progress: Progress | None = None,
 ) -> Dataset:

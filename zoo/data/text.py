@@ -26,7 +26,7 @@ class ItemEmbeddings:
 
 
 def embed_items(
-    texts: list[str], interactions: Any, *, method: Embedding = "tfidf", dims: int = 64, seed: int = 0
+    texts: list[str], interactions: Any, *, method: Embedding = "tfidf+cooccurrence", dims: int = 64, seed: int = 0
 ) -> ItemEmbeddings:
     """Embed N items by their ``texts`` [N], by ``interactions``, or by both side by side.
 

@@ -155,7 +155,7 @@ PRESETS = {
     # Ours, for tests and the demo.
     "gbla-tiny": GBLAConfig(
         d_model=64, num_heads=2, head_dim=32, layout="SLL", num_layers=3, decoder_layers=1, mlp_width=128,
-        hash_rows=2**12, hash_width=32, cross_recency=True, dropout=0.1,
+        hash_rows=2**12, hash_width=32, cross_recency=True,
     ),
 }  # fmt: skip
 

@@ -32,6 +32,8 @@ from zoo.training.metrics import interval95, metrics_of
 REPORT = "reports/eval.json"
 RECALL_KS = (5, 10, 50)
 NDCG_KS = (5, 10)
+_FREE_BEAMS = 20
+"""Codes a user that are looked at for the share of illegal ones."""
 
 
 @dataclass(frozen=True)
@@ -155,13 +157,13 @@ def rank_users(
 
             def search(**settings: Any) -> Beams:
                 return beam_search(
-                    model.encode, model.decode_step, ids, lengths, beams=beams,  # noqa: B023
+                    model.encode, model.decode_step, ids, lengths,  # noqa: B023
                     num_digits=model.config.num_digits, codebook_size=model.config.codebook_size, **settings,
                 )  # fmt: skip
 
-            ranked.append(search(trie=trie, seen=seen).items.cpu().numpy())
+            ranked.append(search(trie=trie, seen=seen, beams=beams).items.cpu().numpy())
             if count_illegal:
-                free = search(trie=None).codes.cpu().numpy()
+                free = search(trie=None, beams=_FREE_BEAMS).codes.cpu().numpy()
                 illegal.append(float((dataset.semantic_ids.items_of(free) < 0).mean()) * len(chosen))
     rows = np.concatenate(ranked) if ranked else np.zeros((0, beams), np.int64)
     return rows, sum(illegal) / max(1, len(users))
