@@ -255,8 +255,9 @@ def _check_fit(config: Any, dataset: Dataset) -> None:
     if (ids.num_digits, ids.codebook_size) != (config.num_digits, config.codebook_size):
         raise ConfigError(
             f"{dataset.name} has semantic IDs of {ids.num_digits} digits x {ids.codebook_size} codes, but the model "
-            f"writes {config.num_digits} x {config.codebook_size}; prepare the data with --levels "
-            f"{config.num_digits - 1} --codebook-size {config.codebook_size}, or change num_digits and codebook_size with --set"
+            f"writes {config.num_digits} x {config.codebook_size}; prepare the data with "
+            f"--levels {config.num_digits - 1} --codebook-size {config.codebook_size}, "
+            "or change num_digits and codebook_size with --set"
         )
 
 

@@ -1,0 +1,49 @@
+"""``python -m benchmarks.run NAME [--option value ...]``: one registry, a table on stdout, raw JSON in results/."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import export_build
+from benchmarks.machine import describe_machine
+from zoo import files
+from zoo.errors import ZooError
+
+RESULTS = Path(__file__).parent / "results"
+
+REGISTRY: dict[str, tuple[Callable[..., list[dict[str, Any]]], Callable[[list[dict[str, Any]]], str]]] = {
+    "export_build": (export_build.measure, export_build.table),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark; its keyword arguments are the options."""
+    parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
+    verbs = parser.add_subparsers(dest="name", required=True)
+    for name, (measure, _) in REGISTRY.items():
+        options = verbs.add_parser(name, help=(inspect.getdoc(sys.modules[measure.__module__]) or "").split("\n")[0])
+        options.add_argument("--save", default=name, help="name of the result file")
+        for parameter in inspect.signature(measure).parameters.values():
+            kind = type(parameter.default)
+            options.add_argument(f"--{parameter.name}", type=kind, default=parameter.default, help="%(default)s")
+    chosen = vars(parser.parse_args(arguments))
+    name, save = chosen.pop("name"), chosen.pop("save")
+    measure, table = REGISTRY[name]
+    machine = describe_machine()
+    try:
+        rows = measure(**chosen)
+    except ZooError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    files.write_json(RESULTS / f"{save}.json", {"machine": machine, "rows": rows})
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

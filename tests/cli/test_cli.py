@@ -1,0 +1,98 @@
+"""The command line as a user types it, on a small dataset of their own."""
+
+import json
+
+import pytest
+
+from tests.training.conftest import TINY, write_events
+from zoo.cli import main
+
+SMALL = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
+
+
+def run(*words: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(word) for word in words])
+    return int(stopped.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def prepared(folder):
+    events = write_events(folder / "walks.parquet")
+    assert run("data", events, "--out", folder / "walks", "--codebook-size", 8) == 0
+    return folder / "walks"
+
+
+@pytest.fixture(scope="module")
+def bundle(folder, prepared):
+    path = folder / "bundle"
+    assert run("train", "gbla-tiny", "--data", prepared, "--out", path, "--steps", 12, *SMALL) == 0
+    return path
+
+
+def test_a_path_of_ones_own_goes_from_events_to_a_passed_validation(bundle, prepared, capsys):
+    pytest.importorskip("tensorrt_rtx_bindings", reason="building engines needs the rtx extra")
+    assert run("eval", bundle, "--data", prepared) == 0
+    assert run("export", bundle) == 0
+    assert run("build", bundle, "--lengths", "8,16", "--batch", "1,2,4", "--beams", 5, "--targets", "sm89") == 0
+    assert run("validate", bundle, "--lengths", "1,7,16") == 0
+    assert run("inspect", bundle) == 0
+    printed = capsys.readouterr().out
+    for words in ("Recall@10", "GatedBidirectionalLinearAttention", "all passed", "engines were not executed"):
+        assert words in printed
+
+
+def test_json_output_is_json_and_nothing_else(bundle, prepared, capsys):
+    for words in (("list",), ("inspect", bundle), ("data", prepared.with_suffix(".parquet"), "--out", prepared,
+                  "--codebook-size", 8), ("export", bundle, "--dtypes", "fp32")):  # fmt: skip
+        capsys.readouterr()
+        assert run(*words, "--json") == 0
+        json.loads(capsys.readouterr().out)
+
+
+def test_a_failed_check_exits_with_1(bundle, capsys):
+    assert run("export", bundle, "--dtypes", "fp32") == 0
+    path = bundle / "onnx/encoder-fp32.onnx"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    assert run("validate", bundle, "--dtypes", "fp32", "--lengths", "2") == 1
+    path.write_bytes(content)
+    assert run("validate", bundle, "--dtypes", "fp32", "--lengths", "2") == 0
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect", "/nowhere"], "is not a bundle"),
+        (["init", "gbla-huge", "/tmp/none"], "gbla-yandex"),
+        (["init", "gbla-tiny", "/tmp/none", "--set", "depth=3"], "num_layers"),
+        (["init", "gbla-tiny", "/tmp/none", "--set", "depth"], "FIELD=VALUE"),
+        (["data", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["train", "gbla-tiny", "--data", "/nowhere", "--out", "/tmp/none"], "/nowhere"),
+        (["build", "/nowhere", "--lengths", "a,b"], "whole numbers"),
+        (["build", "/nowhere", "--flavor", "cuda"], "cuda"),
+        (["validate", "/nowhere"], "is not a bundle"),
+    ],
+)
+def test_a_mistake_is_one_sentence_without_a_traceback_and_exits_with_2(words, message, capsys):
+    assert run(*words) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error and "Error:" in error
+
+
+def test_help_names_every_verb_and_every_option_says_what_it_does(capsys):
+    assert run("--help") == 0
+    printed = capsys.readouterr().out
+    for verb in ("list", "inspect", "data", "init", "train", "eval", "export", "build", "validate", "demo"):
+        assert verb in printed
+
+
+def test_the_version_is_printed(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("trt-zoo ")
