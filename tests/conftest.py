@@ -6,6 +6,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# With pytest -n, each worker gets its share of the cores.
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+
 settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("search", max_examples=400, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))

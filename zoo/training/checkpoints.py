@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,14 +34,21 @@ class State:
     best_step: int = 0
 
 
-def save(
-    path: Path, state: State, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> None:
-    """Write a checkpoint, random generators included."""
+class Stateful(Protocol):
+    """A module or an optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that it remembers."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take it back."""
+
+
+def save(path: Path, state: State, parts: Mapping[str, Stateful], device: torch.device) -> None:
+    """Write a checkpoint of ``parts`` (model, average, optimizer), random generators included."""
     content = {
         "state": vars(state),
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "parts": {name: part.state_dict() for name, part in parts.items()},
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
@@ -49,14 +56,8 @@ def save(
         torch.save(content, temporary)
 
 
-def load(
-    path: Path,
-    identity: Mapping[str, Any],
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-) -> State:
-    """Restore model, optimizer and random generators from a checkpoint of the same run.
+def load(path: Path, identity: Mapping[str, Any], parts: Mapping[str, Stateful], device: torch.device) -> State:
+    """Restore ``parts`` and the random generators from a checkpoint of the same run.
 
     Raises:
         CheckpointError: damaged, or of a run that differs; the message names the first field that does.
@@ -70,8 +71,8 @@ def load(
             f"{path} belongs to a run with {name} {stored.get(name)!r}, not {identity[name]!r}; "
             "resume with the same settings, choose another --out, or start over with --restart"
         )
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
+    for name, part in parts.items():
+        part.load_state_dict(content["parts"][name])
     torch.set_rng_state(content["rng"])
     if device.type == "cuda" and content["cuda_rng"] is not None:
         torch.cuda.set_rng_state(content["cuda_rng"], device)

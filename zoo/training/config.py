@@ -26,6 +26,7 @@ class TrainConfig:
         weight_decay: decoupled, on matrices of projections only.
         betas: of AdamW.
         grad_clip: largest gradient norm.
+        weight_average: decay of the exponential moving average of the weights that is validated and kept; 0 for none.
         eval_every: steps between validations; the weights of the best one are kept. 0 for none.
         eval_users: users of a validation, the same ones each time.
         checkpoint_every: steps between checkpoints.
@@ -43,6 +44,7 @@ class TrainConfig:
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.98)
     grad_clip: float = 1.0
+    weight_average: float = 0.0
     eval_every: int = 0
     eval_users: int = 2000
     checkpoint_every: int = 500
@@ -55,6 +57,8 @@ class TrainConfig:
         for name in ("peak_lr", "start_lr", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 <= self.weight_average < 1:
+            raise ConfigError(f"weight_average is {self.weight_average}; it must be in [0, 1)")
         if self.precision not in ("auto", "fp32", "bf16"):
             raise ConfigError(f"precision is {self.precision!r}; choose auto, fp32 or bf16")
 
@@ -86,7 +90,7 @@ RECIPES = {
     # Two CPU cores, under three minutes. The newest 20 events say most about the next one in this data: see docs.
     "gbla-tiny": TrainConfig(
         steps=2200, batch_size=128, max_length=20, peak_lr=5e-3, targets_per_history=2, warmup_steps=200,
-        weight_decay=0.1, eval_every=550, checkpoint_every=200,
+        weight_decay=0.1, weight_average=0.99, eval_every=550, checkpoint_every=200,
     ),
 }  # fmt: skip
 

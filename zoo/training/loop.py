@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from zoo import files
 from zoo.bundle import SEMANTIC_IDS, WEIGHTS, Bundle
@@ -114,6 +115,11 @@ class _Run:
         torch.manual_seed(seed)
         self.model: GBLA = presets.build(config).to(self.device)
         self.optimizer = _optimizer(self.model, plan)
+        self.parts: dict[str, checkpoints.Stateful] = {"model": self.model, "optimizer": self.optimizer}
+        self.average: AveragedModel | None = None
+        if plan.weight_average:
+            self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(plan.weight_average))
+            self.parts["average"] = self.average
         self.batches = TrainingBatches(
             dataset,
             batch_size=plan.batch_size,
@@ -123,7 +129,7 @@ class _Run:
         )
         path = out / checkpoints.CHECKPOINT
         if path.exists():
-            self.state = checkpoints.load(path, identity, self.model, self.optimizer, self.device)
+            self.state = checkpoints.load(path, identity, self.parts, self.device)
         else:
             self.state = checkpoints.State(identity)
         draw = np.random.default_rng(0)
@@ -153,11 +159,11 @@ class _Run:
         """Write the bundle with the best weights."""
         best = self.out / checkpoints.BEST
         if best.exists():
-            checkpoints.load_weights(best, self.model)
+            checkpoints.load_weights(best, self.kept)
         logs.draw_curve(self.out / logs.LOG, self.out / logs.CURVE, f"{preset} on {self.dataset.name}")
         signatures = {part.name: part.signature for part in self.model.parts()}
         bundle = Bundle.create(self.out, config=presets.config_to_json(self.config), signatures=signatures)
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.state_dict().items()}
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.kept.state_dict().items()}
         with files.replacing(self.out / WEIGHTS) as temporary:
             save_file(weights, temporary)
         with files.replacing(self.out / SEMANTIC_IDS) as temporary:
@@ -181,6 +187,11 @@ class _Run:
         bundle.update([WEIGHTS, SEMANTIC_IDS], preset=preset, twin=twin, training=summary)
         return bundle
 
+    @property
+    def kept(self) -> GBLA:
+        """The model that is validated and kept: the average of the weights where the recipe has one."""
+        return self.model if self.average is None else cast(GBLA, self.average.module)
+
     def _step(self, batch: Batch, tell: Any) -> None:
         started = time.perf_counter()
         rate = self.plan.learning_rate(self.state.step)
@@ -197,6 +208,8 @@ class _Run:
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.grad_clip)
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
         self.state.step += 1
         speed = len(batch.lengths) / (time.perf_counter() - started)
         self.log.write(
@@ -220,7 +233,7 @@ class _Run:
 
     def _validate(self) -> None:
         ranked, _ = rank_users(
-            self.model,
+            self.kept,
             self.dataset,
             self.eval_users,
             "valid",
@@ -233,11 +246,11 @@ class _Run:
         self.log.write(step=self.state.step, **{"valid_recall@10": metric})
         if metric > self.state.best_metric:
             self.state.best_metric, self.state.best_step = metric, self.state.step
-            checkpoints.save_weights(self.out / checkpoints.BEST, self.model)
+            checkpoints.save_weights(self.out / checkpoints.BEST, self.kept)
 
     def _checkpoint(self) -> None:
         self.log.flush()
-        checkpoints.save(self.out / checkpoints.CHECKPOINT, self.state, self.model, self.optimizer, self.device)
+        checkpoints.save(self.out / checkpoints.CHECKPOINT, self.state, self.parts, self.device)
 
 
 def _optimizer(model: GBLA, plan: TrainConfig) -> torch.optim.AdamW:
