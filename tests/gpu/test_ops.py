@@ -28,7 +28,7 @@ def run_twice(op, tensors, lengths, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize(("key_gate", "gated_norm"), itertools.product([True, False], repeat=2))
+@pytest.mark.parametrize(("key_gate", "gated_norm"), list(itertools.product([True, False], repeat=2)))
 def test_gbla_is_inside_the_tolerance_rule_forward_and_backward(dtype, lengths, key_gate, gated_norm):
     heads, dim, longest = 3, 32, max(*lengths, 1)
     width = packed_width(heads, dim, key_gate=key_gate, gated_norm=gated_norm)

@@ -44,6 +44,8 @@ def test_a_killed_run_goes_on_with_the_losses_it_would_have_had(dataset, tmp_pat
     script = f"""
 import sys
 sys.path.insert(0, {str(sys.path[0])!r})
+import torch
+torch.set_num_threads({torch.get_num_threads()})  # sums are split by threads, so their number decides the last bit
 from tests.training.test_loop import run
 from zoo.data import load_dataset
 from pathlib import Path
