@@ -88,6 +88,7 @@ def test_a_mistake_is_one_sentence_without_a_traceback_and_exits_with_2(words, m
 
 
 def test_an_unknown_flavor_and_target_are_named(bundle, capsys):
+    assert run("export", bundle, "--dtypes", "fp16") == 0
     assert run("build", bundle, "--flavor", "cuda") == 2
     assert "cuda" in capsys.readouterr().err
     assert run("build", bundle, "--targets", "sm90") == 2

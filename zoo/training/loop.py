@@ -50,7 +50,8 @@ def train(
     """Train a preset on a prepared dataset into a bundle.
 
     Killed or interrupted, the same call goes on from the last checkpoint and computes the losses that it would have
-    computed without the interruption (bit by bit, given the same machine and number of threads). Called again after the end, it returns the bundle.
+    computed without the interruption (bit by bit, given the same machine and number of threads). Called again after
+    the end, it returns the bundle.
 
     Args:
         preset: a name of ``zoo.models.presets``.
