@@ -103,8 +103,8 @@ def _tensorrt() -> Flavor:
     module = _import(
         "tensorrt",
         'TensorRT is not installed; install it on the target GPU\'s machine with `pip install "trt-zoo[tensorrt]"`, '
-        "which fetches over 2 GB from NVIDIA's own package index (NVIDIA's installation guide names it); it builds only "
-        "on the GPU that will run the engine. To build with no GPU use --flavor rtx",
+        "which fetches over 2 GB from NVIDIA's own package index (see its installation guide); it builds only on the "
+        "GPU that will run the engine. To build with no GPU use --flavor rtx",
     )
     capability = present_gpu()
     if capability is None:
