@@ -103,14 +103,19 @@ def demo(summary: Mapping[str, Any]) -> Group:
     return Group(stages, quality(summary["quality"]), engines(summary["engines"]))
 
 
-def quality(report: Mapping[str, Any]) -> Table:
-    """Return an evaluation report's metrics, one line a recommender."""
+def quality(report: Mapping[str, Any]) -> Group:
+    """Return an evaluation report's metrics, one line a recommender, and what is to be known about them."""
     rows: Mapping[str, Mapping[str, float]] = report["metrics"]
-    names = [name for name in next(iter(rows.values())) if "@" in name]
-    table = _table(f"Full ranking, {report['split']} split", left=("recommender",), right=names)
+    names = list(next(iter(rows.values())))
+    table = _table(f"Full ranking of {report['users']:,} users, {report['split']} split", left=("",), right=names)
     for recommender, metrics in rows.items():
         table.add_row(recommender, *(f"{metrics[name]:.4f}" for name in names))
-    return table
+    low, high = report["recall10_interval"]["gbla"]
+    notes = (
+        f"95% interval of the model's Recall@10: {low:.4f} to {high:.4f}. Without the trie, "
+        f"{report['illegal_share']:.1%} of the codes that it writes belong to no item."
+    )
+    return Group(table, notes)
 
 
 def _table(title: str, *, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:

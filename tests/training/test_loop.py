@@ -100,6 +100,22 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(datase
     assert torch.load(tmp_path / "training/checkpoint.pt", weights_only=True)["state"]["step"] == 4
 
 
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(dataset, tmp_path, monkeypatch):
+    original, calls = GBLA.forward, []
+
+    def diverging(self, *arguments):
+        calls.append(1)
+        losses_BK = original(self, *arguments)
+        if len(calls) == 4:
+            losses_BK.register_hook(lambda gradient: gradient * torch.inf)
+        return losses_BK
+
+    monkeypatch.setattr(GBLA, "forward", diverging)
+    with pytest.raises(TrainingError, match=r"gradient norm is .* at step 4; no checkpoint had been written yet"):
+        run(dataset, tmp_path)
+    assert len(losses(tmp_path)) == 3
+
+
 def test_a_checkpoint_of_another_run_is_refused_by_naming_the_difference(dataset, tmp_path):
     run(dataset, tmp_path)
     with pytest.raises(CheckpointError, match="recipe field peak_lr"):
@@ -128,6 +144,23 @@ def test_unknown_recipe_fields_are_named(dataset, tmp_path):
         run(dataset, tmp_path, learning_rate=1)
     with pytest.raises(ConfigError, match="precision"):
         run(dataset, tmp_path, precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("steps", "abc"), ("steps", 0), ("batch_size", 2.5), ("eval_every", -1), ("warmup_steps", -5),
+        ("peak_lr", float("inf")), ("peak_lr", 0), ("peak_lr", float("nan")), ("weight_decay", -0.1),
+        ("final_lr_ratio", 7), ("weight_average", 1.0), ("betas", 0.9), ("betas", (0.9, 1.0)), ("steps", True),
+    ],
+)  # fmt: skip
+def test_a_recipe_value_that_makes_no_sense_is_named(field, value):
+    with pytest.raises(ConfigError, match=f"{field} is .*; it must be"):
+        recipe("gbla-tiny", overrides={field: value})
+
+
+def test_betas_may_come_as_a_list():
+    assert recipe("gbla-tiny", overrides={"betas": [0.9, 0.95]}).betas == (0.9, 0.95)
 
 
 def test_the_learning_rate_follows_the_paper():

@@ -44,5 +44,9 @@ class MultiHashEmbedding(nn.Module):
         return hashed % self.num_rows
 
     def forward(self, item_ids: Tensor) -> Tensor:
-        """Map item ids int64 [B, L] to embeddings [B, L, d_model]."""
-        return self.projection(self.table(self.rows(item_ids)).flatten(-2))
+        """Map item ids int64 [B, L] to embeddings [B, L, d_model] in the dtype of the table.
+
+        Under autocast the projection gives bfloat16; the residual stream that starts here stays in float32.
+        """
+        table = self.table(self.rows(item_ids)).flatten(-2)
+        return self.projection(table).to(table.dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,14 +52,15 @@ class TrainConfig:
     precision: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "max_length", "targets_per_history", "checkpoint_every", "eval_users"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("peak_lr", "start_lr", "grad_clip"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if not 0 <= self.weight_average < 1:
-            raise ConfigError(f"weight_average is {self.weight_average}; it must be in [0, 1)")
+        for fields, (kind, wanted, holds) in _RULES.items():
+            for name in fields:
+                value = getattr(self, name)
+                if not (isinstance(value, kind) and not isinstance(value, bool) and holds(value)):
+                    raise ConfigError(f"{name} is {value!r}; it must be {wanted}")
+        is_pair = isinstance(self.betas, (tuple, list)) and len(self.betas) == 2
+        if not (is_pair and all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in self.betas)):
+            raise ConfigError(f"betas is {self.betas!r}; it must be two numbers in [0, 1)")
+        object.__setattr__(self, "betas", tuple(self.betas))
         if self.precision not in ("auto", "fp32", "bf16"):
             raise ConfigError(f"precision is {self.precision!r}; choose auto, fp32 or bf16")
 
@@ -73,6 +75,19 @@ class TrainConfig:
         fallen = (step - warmup) / max(1, self.steps - 1 - warmup)
         return self.peak_lr * (1 - (1 - self.final_lr_ratio) * min(1.0, fallen))
 
+
+_Rule = tuple[Any, str, Callable[[Any], bool]]
+_RULES: dict[tuple[str, ...], _Rule] = {
+    ("steps", "batch_size", "max_length", "targets_per_history", "checkpoint_every", "eval_users"): (
+        int, "a whole number, 1 or more", lambda value: value >= 1,
+    ),
+    ("warmup_steps", "eval_every"): (int, "a whole number, 0 or more", lambda value: value >= 0),
+    ("peak_lr", "start_lr", "grad_clip"): ((int, float), "a finite number above 0", lambda value: 0 < value < math.inf),
+    ("weight_decay",): ((int, float), "a finite number, 0 or more", lambda value: 0 <= value < math.inf),
+    ("final_lr_ratio",): ((int, float), "a number in [0, 1]", lambda value: 0 <= value <= 1),
+    ("weight_average",): ((int, float), "a number in [0, 1)", lambda value: 0 <= value < 1),
+}  # fmt: skip
+"""Fields -> their type, what they must be in words, and the test of it."""
 
 RECIPES = {
     # (P) peak 5e-4; steps and batch are ours.

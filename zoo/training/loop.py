@@ -200,14 +200,12 @@ class _Run:
             group["lr"] = rate
         loss = self._loss(batch.to(self.device))
         if not math.isfinite(loss.item()):
-            self.log.flush()
-            raise TrainingError(
-                f"the loss is {loss.item()} at step {self.state.step + 1}; the checkpoint before it is kept in "
-                f"{self.out / checkpoints.CHECKPOINT}: lower peak_lr or grad_clip in another --out"
-            )
+            raise self._diverged("loss", loss.item())
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.grad_clip)
+        if not math.isfinite(norm.item()):
+            raise self._diverged("gradient norm", norm.item())
         self.optimizer.step()
         if self.average is not None:
             self.average.update_parameters(self.model)
@@ -224,6 +222,15 @@ class _Run:
         tell(
             self.state.step,
             f"loss {loss.item():.3f}  lr {rate:.1e}  best Recall@10 {max(self.state.best_metric, 0):.4f}",
+        )
+
+    def _diverged(self, what: str, value: float) -> TrainingError:
+        """Name what is not finite and where the last good state is; no weight has been changed by it."""
+        self.log.flush()
+        path = self.out / checkpoints.CHECKPOINT
+        kept = f"the checkpoint before it is kept in {path}" if path.exists() else "no checkpoint had been written yet"
+        return TrainingError(
+            f"the {what} is {value} at step {self.state.step + 1}; {kept}: lower peak_lr or grad_clip in another --out"
         )
 
     def _loss(self, batch: Batch) -> Tensor:
