@@ -15,7 +15,12 @@ from zoo.errors import ZooError
 
 
 def measure(
-    preset: str = "gbla-yandex", length: int = 8192, dtype: str = "fp16", targets: str = "sm89", overrides: str = ""
+    preset: str = "gbla-yandex",
+    length: int = 8192,
+    dtype: str = "fp16",
+    batch: str = "1,1,8",
+    targets: str = "sm89",
+    overrides: str = "",
 ) -> list[dict[str, Any]]:
     """Run ``zoo init``, ``export`` and ``build`` and return a row for each.
 
@@ -23,13 +28,14 @@ def measure(
         preset: of the zoo.
         length: history length of the engines.
         dtype: of graphs and engines.
+        batch: smallest, usual and largest.
         targets: comma-separated.
         overrides: comma-separated FIELD=VALUE.
     """
     settings = [word for assignment in overrides.split(",") if assignment for word in ("--set", assignment)]
     with tempfile.TemporaryDirectory() as folder:
         bundle = str(Path(folder) / "bundle")
-        build = ["build", bundle, "--dtype", dtype, "--lengths", str(length), "--batch", "1,1,8", "--targets", targets]
+        build = ["build", bundle, "--dtype", dtype, "--lengths", str(length), "--batch", batch, "--targets", targets]
         rows = [
             _run("init", preset, bundle, *settings),
             _run("export", bundle, "--dtypes", dtype),
@@ -38,7 +44,10 @@ def measure(
         rows[0]["files"] = _sizes(Path(bundle), "*.safetensors")
         rows[1]["files"] = _sizes(Path(bundle), "onnx/*")
         rows[2]["files"] = _sizes(Path(bundle), "engines/*/*/*.engine")
-    return [{"preset": preset, "length": length, "dtype": dtype, "overrides": overrides, **row} for row in rows]
+    return [
+        {"preset": preset, "length": length, "dtype": dtype, "batch": batch, "overrides": overrides, **row}
+        for row in rows
+    ]
 
 
 def _run(*words: str) -> dict[str, Any]:

@@ -173,4 +173,9 @@ def _parse_errors(parser: Any, problems: Sequence[str]) -> str:
 
 def _build_errors(messages: Messages, problems: Sequence[str]) -> str:
     said = "; ".join(filter(None, (*problems, messages.first_errors())))
+    if "OutOfMemory" in said:
+        said += (
+            "; a softmax layer in fp32 holds length x length weights for every head and row of the largest batch: "
+            "build in fp16 or bf16, or with a smaller --batch or length"
+        )
     return said or "TensorRT built nothing and gave no reason"
