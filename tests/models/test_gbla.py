@@ -148,6 +148,14 @@ def test_recency_follows_the_end_of_the_history():
         ({"num_layers": 0}, "num_layers"),
         ({"dropout": 1.0}, "dropout"),
         ({"d_modle": 8}, "d_modle"),
+        ({"d_model": "wide"}, "d_model is 'wide'; it must be a whole number"),
+        ({"d_model": 64.0}, "whole number"),
+        ({"conv": 1}, "true or false"),
+        ({"num_layers": True}, "whole number"),
+        ({"num_digits": 1}, "2 or more"),
+        ({"eps": 0}, "eps"),
+        ({"rotary_base": float("nan")}, "rotary_base"),
+        ({"layout": 3}, "text"),
     ],
 )
 def test_a_bad_configuration_is_named(fields, words):

@@ -8,7 +8,8 @@ Shape suffixes: B batch, L length, C d_model, H heads, D head width, N decoder l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,20 +88,28 @@ class GBLAConfig:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, (kind, wanted) = getattr(self, field.name), _KINDS[str(field.type)]
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise ConfigError(f"{field.name} is {value!r}; it must be {wanted}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
         if not self.layout or set(self.layout) - {"S", "L"}:
             raise ConfigError(f"layout is {self.layout!r}; write one letter a layer, S (softmax) or L (linear)")
+        for name in _POSITIVE:
+            if not 1 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.hash_rows < 1 or self.hash_rows & (self.hash_rows - 1):
             raise ConfigError(f"hash_rows is {self.hash_rows}; it must be a power of two")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}; rotary positions need an even one")
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.num_digits < 2:
+            raise ConfigError(f"num_digits is {self.num_digits}; a semantic ID has a level and a last digit, 2 or more")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout}; it must be in [0, 1)")
+        if not 0 < self.eps < 1:
+            raise ConfigError(f"eps is {self.eps}; it must be above 0 and below 1")
 
     @property
     def mixers(self) -> str:
@@ -117,6 +126,12 @@ class GBLAConfig:
         return replace(self, **overrides)
 
 
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "text"),
+}
 _CHOICES = {
     "attention": ("gbla", "bla", "softmax"),
     "direction": ("bidirectional", "causal"),
@@ -134,6 +149,7 @@ _POSITIVE = (
     "num_digits",
     "codebook_size",
     "conv_width",
+    "rotary_base",
 )
 
 PRESETS = {

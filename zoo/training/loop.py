@@ -89,6 +89,8 @@ def train(
     }
     finished = _finished(out, identity) if resume else None
     if finished is not None:
+        if progress:
+            print(f"  {out} holds this very run, finished; --restart does it again", file=sys.stderr)
         return finished
     if not resume:
         shutil.rmtree(out / "training", ignore_errors=True)
