@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.graph import read_graph
-from engines.profile import EXTENTS, Sizes
+from engines.profile import EXTENTS, Sizes, check_sizes
 from zoo import files
 from zoo.bundle import Bundle
-from zoo.errors import BundleError, ZooError
+from zoo.errors import BundleError, ConfigError, ZooError
 from zoo.plugins import DOMAIN, OPS
 from zoo.signature import Signature, TensorSpec
 
@@ -89,7 +89,7 @@ class EngineManifest:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> EngineManifest:
-        """Read what ``to_json`` wrote; raises KeyError or TypeError on anything else."""
+        """Read what ``to_json`` wrote; raises KeyError, TypeError or ValueError on anything else."""
         tensors = {
             kind: tuple(
                 EngineTensor(entry["name"], entry["dtype"], *(tuple(entry[extent]) for extent in EXTENTS))
@@ -98,7 +98,18 @@ class EngineManifest:
             for kind in ("inputs", "outputs")
         }
         plugins = tuple(EnginePlugin(**entry) for entry in value["plugins"])
-        return cls(**{**value, **tensors, "plugins": plugins, "batch": tuple(value["batch"])})
+        manifest = cls(**{**value, **tensors, "plugins": plugins, "batch": tuple(value["batch"])})
+        manifest._check_types()
+        return manifest
+
+    def _check_types(self) -> None:
+        for name in ("flavor", "version", "target", "part", "dtype", "onnx", "onnx_sha256", "engine_sha256"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is {getattr(self, name)!r}, no text")
+        try:
+            check_sizes([self.length], self.batch, self.beams)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
 
 
 def load_manifest(path: Path | str) -> EngineManifest:

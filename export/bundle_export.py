@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from export.onnx_export import DEFAULT_OPSET, DTYPES, OnnxPart, data_path, export_part
-from zoo import __version__
+from zoo import __version__, files
 from zoo.bundle import WEIGHTS, Bundle, tool_versions
 from zoo.errors import BundleError, ConfigError
 from zoo.models.loading import load_model
 from zoo.models.parts import Part
 from zoo.plugins.spec import OPS
+
+OPSETS = range(18, 26)
+"""Operator sets that export and match in ONNX Runtime."""
 
 _TOOLS = ("torch", "onnx", "onnxscript")
 """Packages whose version an exported graph depends on."""
@@ -45,10 +48,17 @@ def export(
 
     Raises:
         BundleError: no bundle, or weights that are missing, damaged or of another configuration.
-        ConfigError: an unknown dtype or part.
+        ConfigError: an unknown dtype or part, or an opset that the exporter does not write.
+        BusyError: another process exports into the bundle.
         ExportError: a part cannot be exported; the message names the submodule and why.
     """
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    if isinstance(dtypes, str) or not dtypes:
+        raise ConfigError(f"dtypes is {dtypes!r}; give one or more of {', '.join(DTYPES)}, as a tuple")
+    if isinstance(parts, str) or (parts is not None and not parts):
+        raise ConfigError(f"parts is {parts!r}; give one or more names as a tuple, or leave it out for all")
+    if opset not in OPSETS:
+        raise ConfigError(f"opset is {opset!r}; the exporter writes opsets {OPSETS.start} to {OPSETS.stop - 1}")
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype is {dtype!r}; choose among {', '.join(DTYPES)}")
@@ -57,9 +67,20 @@ def export(
         if name not in names:
             raise ConfigError(f"{bundle.path} has no part {name!r}; it has {', '.join(names)}")
     wanted = [(name, dtype) for dtype in dict.fromkeys(dtypes) for name in names if not parts or name in parts]
+    with files.one_writer(bundle.path, lock=".export.lock"):
+        bundle.reload()
+        return _export_all(bundle, wanted, opset, force, progress)
+
+
+def _export_all(
+    bundle: Bundle,
+    wanted: Sequence[tuple[str, str]],
+    opset: int,
+    force: bool,
+    progress: Callable[[str, int, int], None] | None,
+) -> list[OnnxPart]:
     bundle.file(WEIGHTS)
     origin = _origin(bundle, opset)
-
     model_parts: dict[str, Part] = {}
     exported: list[OnnxPart] = []
     for done, (name, dtype) in enumerate(wanted):
@@ -104,7 +125,7 @@ def _checked_parts(bundle: Bundle) -> dict[str, Part]:
 def _up_to_date(bundle: Bundle, part: str, dtype: str, origin: dict[str, Any]) -> OnnxPart | None:
     """Return the recorded file if it is there, unchanged, and of the same origin."""
     record = bundle.manifest.get("export", {}).get("parts", {}).get(f"{part}-{dtype}")
-    if record is None or record["made_from"] != origin:
+    if record is None or record.get("made_from") != origin:
         return None
     name = _file(part, dtype)
     try:
@@ -130,7 +151,7 @@ def _up_to_date(bundle: Bundle, part: str, dtype: str, origin: dict[str, Any]) -
 def _record(bundle: Bundle, exported: OnnxPart, origin: dict[str, Any]) -> None:
     """Add a file to the bundle; entries of another origin leave the export section, for they no longer belong."""
     earlier = bundle.manifest.get("export", {}).get("parts", {})
-    parts = {name: record for name, record in earlier.items() if record["made_from"] == origin}
+    parts = {name: record for name, record in earlier.items() if record.get("made_from") == origin}
     parts[f"{exported.part}-{exported.dtype}"] = {
         "part": exported.part,
         "dtype": exported.dtype,

@@ -16,7 +16,7 @@ COMPOSITION_ROOT = ("zoo.cli", "zoo.verbs", "zoo.demo")
 # The most specific prefix of a module's name decides; "zoo" as a rule means everything in zoo but the roots.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "zoo.errors": (),
-    "zoo.files": (),
+    "zoo.files": ("zoo.errors",),
     "zoo.signature": (),
     "zoo.bundle": (*LEAVES,),
     "zoo.kernels": ("zoo.kernels", *LEAVES),

@@ -60,12 +60,12 @@ def validate(
     if not exported:
         raise BundleError(f"{bundle.path} has no exported graphs; run `zoo export {bundle.path}` first")
     dtypes = _chosen_dtypes(exported["dtypes"], dtypes)
-    manifests = sorted(bundle.path.glob("engines/*/*/*.json"))
+    manifests = _manifests(bundle)
     lengths = _chosen_lengths(lengths, manifests)
     parts = load_model(bundle).parts()
     total = len(dtypes) * len(parts) * (1 + len(lengths)) + len(manifests)
 
-    checks: list[Check] = []
+    checks = [*_check_files(bundle), *_check_parts(bundle, parts)]
     for phrase, found in _all_checks(bundle, parts, dtypes, lengths, manifests, seed):
         checks += found
         if progress is not None:
@@ -105,6 +105,28 @@ def _all_checks(
             yield f"{dtype}, length {length}", list(_check_parity(parts, exact, low, executors, dtype, length, seed))
     for path in manifests:
         yield path.stem, [_check_engine(bundle, path)]
+
+
+def _manifests(bundle: Bundle) -> list[Path]:
+    """Return where the manifest of every engine is or should be: an engine without one fails its check."""
+    found = bundle.path.glob("engines/*/*/*")
+    return sorted({path.with_suffix(".json") for path in found if path.suffix in (".json", ".engine")})
+
+
+def _check_files(bundle: Bundle) -> Iterator[Check]:
+    """Check the recorded files that no other check reads: weights, semantic IDs, reports of earlier stages."""
+    for name in bundle.manifest["files"]:
+        if not name.startswith("onnx/"):
+            try:
+                bundle.file(name)
+            except BundleError as error:
+                yield Check("file", "bundle", "", name, False, str(error))
+
+
+def _check_parts(bundle: Bundle, parts: Sequence[Part]) -> Iterator[Check]:
+    if {part.name: part.signature for part in parts} != bundle.signatures:
+        detail = "the parts or signatures in bundle.json are not those of the model; make the bundle again"
+        yield Check("file", "bundle", "", "bundle.json", False, detail)
 
 
 def _check_weights(path: Path, name: str, part: Part, dtype: str) -> Check:
@@ -198,6 +220,8 @@ def _check_engine(bundle: Bundle, path: Path) -> Check:
 
 
 def _chosen_dtypes(available: Sequence[str], wanted: Sequence[str] | None) -> tuple[str, ...]:
+    if wanted is not None and (isinstance(wanted, str) or not wanted):
+        raise ConfigError(f"dtypes is {wanted!r}; give one or more of {', '.join(available)} as a tuple")
     for dtype in wanted or ():
         if dtype not in available:
             raise ConfigError(f"the bundle has no {dtype} graphs; it has {', '.join(available)}")
@@ -205,7 +229,9 @@ def _chosen_dtypes(available: Sequence[str], wanted: Sequence[str] | None) -> tu
 
 
 def _chosen_lengths(wanted: Sequence[int] | None, manifests: Sequence[Path]) -> tuple[int, ...]:
-    if wanted:
+    if wanted is not None:
+        if isinstance(wanted, int) or not wanted or any(not isinstance(length, int) for length in wanted):
+            raise ConfigError(f"lengths is {wanted!r}; give one or more whole numbers as a tuple")
         if min(wanted) < 1:
             raise ConfigError(f"a length of {min(wanted)} was asked for; lengths start at 1")
         return tuple(sorted(set(wanted)))

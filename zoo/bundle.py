@@ -33,9 +33,10 @@ _MANIFEST = "bundle.json"
 class Bundle:
     """A bundle on disk. ``manifest`` is the content of bundle.json; ``update`` is the only way to change it."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], *, is_new: bool = False) -> None:
         self.path = path
         self.manifest = manifest
+        self._is_new = is_new
 
     @classmethod
     def create(cls, path: Path | str, *, config: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Bundle:
@@ -48,9 +49,7 @@ class Bundle:
             "files": {},
             "tools": tool_versions(),
         }
-        bundle = cls(Path(path), manifest)
-        bundle.path.mkdir(parents=True, exist_ok=True)
-        return bundle
+        return cls(files.make_folder(path), manifest, is_new=True)
 
     @classmethod
     def open(cls, path: Path | str) -> Bundle:
@@ -63,14 +62,7 @@ class Bundle:
         file = path / _MANIFEST
         if not file.is_file():
             raise BundleError(f"{path} is not a bundle: it has no bundle.json; make one with `zoo train` or `zoo init`")
-        try:
-            manifest = json.loads(file.read_text())
-            version = manifest["schema_version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise BundleError(f"{file} is damaged ({error}); make the bundle again") from error
-        if version != SCHEMA_VERSION:
-            raise BundleError(f"{file} has schema version {version}; this version reads {SCHEMA_VERSION}")
-        return cls(path, manifest)
+        return cls(path, _read_manifest(file))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -100,13 +92,51 @@ class Bundle:
         """Say whether a file is recorded and there; its content is not checked."""
         return name in self.manifest["files"] and (self.path / name).is_file()
 
+    def reload(self) -> None:
+        """Read bundle.json again, for what another process may have recorded."""
+        self.manifest = _read_manifest(self.path / _MANIFEST)
+
     def update(self, names: Iterable[str] = (), **sections: Any) -> None:
-        """Record files (paths relative to the bundle) with size and checksum, set sections, write bundle.json."""
-        for name in names:
-            path = self.path / name
-            self.manifest["files"][name] = {"size": path.stat().st_size, "sha256": files.sha256_of(path)}
-        self.manifest.update(sections)
-        files.write_json(self.path / _MANIFEST, self.manifest)
+        """Record files (paths relative to the bundle) with size and checksum, set sections, write bundle.json.
+
+        What another process has recorded in the meantime is kept.
+        """
+        records = {
+            name: {"size": (self.path / name).stat().st_size, "sha256": files.sha256_of(self.path / name)}
+            for name in names
+        }
+        with files.one_writer(self.path, lock=".bundle.lock", wait=True):
+            if not self._is_new:
+                self.reload()
+            self._is_new = False
+            self.manifest["files"].update(records)
+            self.manifest.update(sections)
+            files.write_json(self.path / _MANIFEST, self.manifest)
+
+
+def _read_manifest(file: Path) -> dict[str, Any]:
+    """Read bundle.json and check its shape, so that no stage has to."""
+    try:
+        manifest = json.loads(file.read_text())
+        version = manifest["schema_version"]
+        if version != SCHEMA_VERSION:
+            raise BundleError(f"{file} has schema version {version}; this version reads {SCHEMA_VERSION}")
+        for section in ("config", "signatures", "files", "tools", "export", "training"):
+            if not isinstance(manifest.get(section, {}), dict):
+                raise TypeError(f"{section} is no object")
+        signatures = [Signature.from_json(value) for value in manifest["signatures"].values()]
+        if not signatures or not manifest["config"]:
+            raise ValueError("it names no part or no configuration")
+        for name, record in manifest["files"].items():
+            if not isinstance(record["size"], int) or not isinstance(record["sha256"], str):
+                raise TypeError(f"the record of {name} is not a size and a checksum")
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"{name} lies outside the bundle")
+    except BundleError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BundleError(f"{file} is damaged ({type(error).__name__}: {error}); make the bundle again") from error
+    return manifest
 
 
 def tool_versions() -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -161,7 +160,7 @@ def train(
 
     Interrupt it at any time; the same command goes on from the last checkpoint with the same losses.
     """
-    recipe = _overrides(train_set)
+    recipe = _overrides(train_set, "--train-set")
     if steps is not None:
         recipe["steps"] = steps
     bundle = verbs.train(
@@ -229,7 +228,11 @@ def export(
     """Write one ONNX graph a part and dtype: custom ops as zoo nodes, each with a body in standard ops."""
     with _phases() as phase:
         parts = verbs.export(
-            bundle, dtypes=_words(dtypes) or ("fp32", "fp16", "bf16"), opset=opset, force=force, progress=phase
+            bundle,
+            dtypes=_words("--dtypes", dtypes) or ("fp32", "fp16", "bf16"),
+            opset=opset,
+            force=force,
+            progress=phase,
         )
     if as_json:
         _print_json([_jsonable(part) for part in parts])
@@ -264,7 +267,7 @@ def build(
             lengths=_integers("--lengths", lengths),
             batch=_integers("--batch", batch),
             beams=beams,
-            targets=_words(targets) or None,
+            targets=_words("--targets", targets),
             dtype=dtype,
             force=force,
             progress=phase,
@@ -293,7 +296,7 @@ def validate(
         report = verbs.validate(
             bundle,
             lengths=_integers("--lengths", lengths) if lengths else None,
-            dtypes=_words(dtypes),
+            dtypes=_words("--dtypes", dtypes),
             seed=seed,
             progress=count,
         )
@@ -324,7 +327,7 @@ def demo(
     summary = verbs.demo(
         out=out,
         lengths=_integers("--lengths", lengths),
-        targets=_words(targets),
+        targets=_words("--targets", targets) or (),
         steps=steps,
         seed=seed,
         stage=lambda sentence: err_console.print(f"[bold]{escape(sentence)}[/]"),
@@ -345,17 +348,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ZooError as error:
         err_console.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        err_console.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         err_console.print("interrupted; what was finished is kept, run the same command to go on")
         sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-
-
-def command_line() -> str:
-    """Return the command as typed, for the records of a run."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 @contextmanager
@@ -403,24 +404,30 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
-def _words(text: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+def _words(option: str, text: str | None) -> tuple[str, ...] | None:
+    """Read comma-separated words; None where the option was not given."""
+    if text is None:
+        return None
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:
+        raise ConfigError(f"{option} is {text!r}; give at least one value, or leave the option out")
+    return words
 
 
 def _integers(option: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in _words(text))
+        return tuple(int(word) for word in _words(option, text) or ())
     except ValueError:
         raise ConfigError(f"{option} is {text!r}; give whole numbers with commas between, such as 64,128,256") from None
 
 
-def _overrides(assignments: Sequence[str] | None) -> dict[str, Any]:
+def _overrides(assignments: Sequence[str] | None, option: str = "--set") -> dict[str, Any]:
     """Read ``field=value`` words: numbers, true/false, else text."""
     overrides: dict[str, Any] = {}
     for assignment in assignments or ():
         name, separator, text = assignment.partition("=")
         if not separator or not name:
-            raise ConfigError(f"--set {assignment!r} is not FIELD=VALUE, such as num_layers=6")
+            raise ConfigError(f"{option} {assignment!r} is not FIELD=VALUE, such as num_layers=6")
         try:
             overrides[name] = json.loads(text)
         except ValueError:

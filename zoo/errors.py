@@ -37,6 +37,10 @@ class BundleError(ZooError, ValueError):
     """A bundle that is missing, incomplete, damaged or from another schema version."""
 
 
+class BusyError(ZooError, RuntimeError):
+    """A folder that another process is writing to."""
+
+
 class CheckpointError(ZooError, ValueError):
     """A training checkpoint that is damaged or belongs to another run."""
 

@@ -1,7 +1,8 @@
-"""Files that are never half written, and their checksums. Standard library only, so every package may use it."""
+"""Files that are never half written, their checksums, and folders with one writer. Every package may use it."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from zoo.errors import BusyError, ConfigError
 
 
 @contextmanager
@@ -43,6 +46,37 @@ def write_bytes(path: Path | str, data: bytes | memoryview) -> None:
 def write_json(path: Path | str, value: Any) -> None:
     """Write ``value`` as indented JSON to ``path`` whole or not at all."""
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def make_folder(path: Path | str) -> Path:
+    """Make a folder and its parents, and return it.
+
+    Raises:
+        ConfigError: something else is in the way, or it may not be written.
+    """
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made a folder ({error.strerror}); choose another one") from error
+    return path
+
+
+@contextmanager
+def one_writer(folder: Path | str, *, lock: str = ".lock", wait: bool = False) -> Iterator[None]:
+    """Hold a folder's lock (an empty file in it) while the block runs; the lock ends with the process.
+
+    Raises:
+        BusyError: another holder has it, and ``wait`` is false.
+    """
+    with (make_folder(folder) / lock).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise BusyError(
+                f"another process is writing to {folder}; wait until it ends, or choose another folder"
+            ) from None
+        yield
 
 
 def sha256_of(path: Path | str) -> str:

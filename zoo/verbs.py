@@ -93,7 +93,7 @@ def init(
     from zoo import files
     from zoo.models import presets
 
-    out = Path(out)
+    out = files.make_folder(out)
     if (out / "bundle.json").exists():
         raise BundleError(f"{out} already holds a bundle; choose another folder or remove it")
     config = presets.resolve(preset, twin=twin, overrides=overrides)
@@ -162,10 +162,10 @@ def validate(bundle: Bundle | Path | str, **settings: Any) -> Report:
 
 def inspect(bundle: Bundle | Path | str) -> dict[str, Any]:
     """Return what a bundle holds: configuration, signatures, files, and the manifest of each engine."""
-    import json
+    from engines.manifest import load_manifest
 
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-    engines = [json.loads(path.read_text()) for path in sorted(bundle.path.glob("engines/*/*/*.json"))]
+    engines = [load_manifest(path).to_json() for path in sorted(bundle.path.glob("engines/*/*/*.json"))]
     return {"path": str(bundle.path), **bundle.manifest, "engines": engines, "semantic_ids": bundle.has(SEMANTIC_IDS)}
 
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from export import bundle_export, export
 from export.onnx_export import OnnxPart, data_path
-from zoo import verbs
+from zoo import files, verbs
 from zoo.bundle import WEIGHTS, Bundle
 from zoo.errors import BundleError, ConfigError
 from zoo.models.loading import load_model
@@ -129,6 +129,7 @@ def test_a_bundle_of_another_version_and_unknown_names_are_refused(bundle, made)
     with pytest.raises(ConfigError, match="encoder, decoder_step"):
         export(bundle, parts=("tower",))
     bundle.manifest["signatures"]["encoder"]["inputs"][0]["name"] = "items"
+    files.write_json(bundle.path / "bundle.json", bundle.manifest)
     with pytest.raises(BundleError, match="not those of this version"):
         export(bundle)
     assert made == []

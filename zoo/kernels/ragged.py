@@ -36,6 +36,12 @@ def check_sequence(op: str, name: str, x: Tensor, lengths: Tensor) -> None:
         raise ShapeError(f"{op}: {name} is on {x.device} and lengths on {lengths.device}; move both to one device")
 
 
+def check_device(op: str, name: str, value: Tensor, x: Tensor) -> None:
+    """Raise unless ``value`` lies where the sequence ``x`` does."""
+    if value.device != x.device:
+        raise ShapeError(f"{op}: {name} is on {value.device} and the sequence on {x.device}; move both to one device")
+
+
 def check_batch(op: str, name: str, x: Tensor, lengths: Tensor) -> None:
     """Raise unless ``x`` and ``lengths`` have the same batch size (real tensors only: it would guard a dynamic one)."""
     if lengths.shape[0] != x.shape[0]:

@@ -63,7 +63,10 @@ def load(path: Path, identity: Mapping[str, Any], parts: Mapping[str, Stateful],
         CheckpointError: damaged, or of a run that differs; the message names the first field that does.
     """
     content = _read(path)
-    stored = content["state"]["identity"]
+    try:
+        stored, state = dict(content["state"]["identity"]), State(**content["state"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); start over with --restart") from error
     different = [name for name in identity if stored.get(name) != identity[name]]
     if different:
         name = different[0]
@@ -76,27 +79,37 @@ def load(path: Path, identity: Mapping[str, Any], parts: Mapping[str, Stateful],
     torch.set_rng_state(content["rng"])
     if device.type == "cuda" and content["cuda_rng"] is not None:
         torch.cuda.set_rng_state(content["cuda_rng"], device)
-    return State(**content["state"])
+    return state
 
 
-def save_weights(path: Path, model: torch.nn.Module) -> None:
-    """Write the weights alone."""
+def save_best(path: Path, state: State, model: torch.nn.Module) -> None:
+    """Write the weights of the best validation, with the run and step they belong to."""
     with files.replacing(path) as temporary:
-        torch.save(model.state_dict(), temporary)
+        torch.save({"identity": state.identity, "step": state.best_step, "model": model.state_dict()}, temporary)
 
 
-def load_weights(path: Path, model: torch.nn.Module) -> None:
-    """Read what ``save_weights`` wrote.
+def load_best(path: Path, state: State, model: torch.nn.Module) -> None:
+    """Read what ``save_best`` wrote.
 
     Raises:
-        CheckpointError: damaged.
+        CheckpointError: missing, damaged, or of another run or step.
     """
-    model.load_state_dict(_read(path))
+    if not path.is_file():
+        raise CheckpointError(f"{path}, the weights of step {state.best_step}, is missing; start over with --restart")
+    content = _read(path)
+    if (content.get("identity"), content.get("step")) != (state.identity, state.best_step):
+        raise CheckpointError(
+            f"{path} does not hold the weights of step {state.best_step} of this run; start over with --restart"
+        )
+    model.load_state_dict(content["model"])
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict):
+            raise TypeError("it holds no dictionary")
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = " ".join(str(error).split())[:120]
         raise CheckpointError(f"{path} is damaged ({reason}); start over with --restart") from error
+    return content

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from zoo import files
-from zoo.bundle import Bundle
+from zoo.bundle import SEMANTIC_IDS, Bundle
 from zoo.data import Dataset, load_dataset
 from zoo.errors import BundleError, ConfigError
 from zoo.models.gbla import GBLA
@@ -199,10 +199,8 @@ def _baseline_rankings(
 
 
 def _check_same_ids(bundle: Bundle, dataset: Dataset) -> None:
-    expected = bundle.manifest["files"].get("semantic_ids.safetensors", {}).get("sha256")
-    if expected is None:
-        raise BundleError(f"{bundle.path} has no semantic IDs; train it with `zoo train`")
-    if expected != files.sha256_of(dataset.path / "semantic_ids.safetensors"):
+    own = bundle.file(SEMANTIC_IDS)
+    if files.sha256_of(own) != files.sha256_of(dataset.path / SEMANTIC_IDS):
         raise BundleError(
             f"{bundle.path} was trained with other semantic IDs than those of {dataset.path}; "
             f"evaluate it on the dataset it was trained on ({bundle.manifest.get('training', {}).get('dataset')})"

@@ -70,7 +70,8 @@ def train(
 
     Raises:
         ConfigError: unknown preset, twin or field, or semantic IDs that do not fit the model.
-        CheckpointError: ``out`` holds a run with other settings, or a damaged checkpoint.
+        CheckpointError: ``out`` holds a run with other settings or data, or a damaged checkpoint.
+        BusyError: another process trains into ``out``.
         TrainingError: the loss is not finite; the last checkpoint is kept.
     """
     dataset = data if isinstance(data, Dataset) else load_dataset(data)
@@ -85,19 +86,23 @@ def train(
         **{f"recipe field {name}": _plain(value) for name, value in vars(plan).items()},
         "dataset": dataset.name,
         "semantic IDs": files.sha256_of(dataset.path / SEMANTIC_IDS),
+        "events": files.sha256_of(dataset.path / "events.parquet"),
         "seed": seed,
     }
-    finished = _finished(out, identity) if resume else None
-    if finished is not None:
-        if progress:
-            print(f"  {out} holds this very run, finished; --restart does it again", file=sys.stderr)
-        return finished
-    if not resume:
-        shutil.rmtree(out / "training", ignore_errors=True)
-    run = _Run(config, plan, dataset, out, identity, seed, device)
-    started = time.perf_counter()
-    run.to_the_end(show=progress)
-    return run.bundle(preset, twin, time.perf_counter() - started)
+    if not (isinstance(seed, int) and 0 <= seed < 2**63):
+        raise ConfigError(f"seed is {seed!r}; it must be a whole number from 0 to 2^63 - 1")
+    with files.one_writer(out):
+        finished = _finished(out, identity) if resume else None
+        if finished is not None:
+            if progress:
+                print(f"  {out} holds this very run, finished; --restart does it again", file=sys.stderr)
+            return finished
+        if not resume:
+            shutil.rmtree(out / "training", ignore_errors=True)
+        run = _Run(config, plan, dataset, out, identity, seed, device)
+        started = time.perf_counter()
+        run.to_the_end(show=progress)
+        return run.bundle(preset, twin, time.perf_counter() - started)
 
 
 class _Run:
@@ -160,9 +165,8 @@ class _Run:
 
     def bundle(self, preset: str, twin: str | None, seconds: float) -> Bundle:
         """Write the bundle with the best weights."""
-        best = self.out / checkpoints.BEST
-        if best.exists():
-            checkpoints.load_weights(best, self.kept)
+        if self.state.best_step:
+            checkpoints.load_best(self.out / checkpoints.BEST, self.state, self.kept)
         logs.draw_curve(self.out / logs.LOG, self.out / logs.CURVE, f"{preset} on {self.dataset.name}")
         signatures = {part.name: part.signature for part in self.model.parts()}
         bundle = Bundle.create(self.out, config=presets.config_to_json(self.config), signatures=signatures)
@@ -256,7 +260,7 @@ class _Run:
         self.log.write(step=self.state.step, **{"valid_recall@10": metric})
         if metric > self.state.best_metric:
             self.state.best_metric, self.state.best_step = metric, self.state.step
-            checkpoints.save_weights(self.out / checkpoints.BEST, self.kept)
+            checkpoints.save_best(self.out / checkpoints.BEST, self.state, self.kept)
 
     def _checkpoint(self) -> None:
         self.log.flush()

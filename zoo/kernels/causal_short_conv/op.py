@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zoo.errors import ConfigError, DTypeError, ShapeError
 from zoo.kernels.causal_short_conv.reference import causal_short_conv_backward_reference, causal_short_conv_reference
-from zoo.kernels.ragged import FLOAT_DTYPES, check_batch, check_sequence
+from zoo.kernels.ragged import FLOAT_DTYPES, check_batch, check_device, check_sequence
 
 ACTIVATIONS = ("none", "silu")
 
@@ -24,7 +24,7 @@ def causal_short_conv(x: Tensor, weight: Tensor, lengths: Tensor, *, activation:
         activation: ``"none"`` or ``"silu"``.
 
     Returns:
-        [B, L, C] in the dtype of ``x``, zero at padded positions. Differentiable in ``x`` and ``weight``.
+        [B, L, C] in the dtype of ``x``, zero at padded positions. Differentiable once in ``x`` and ``weight``.
 
     Raises:
         ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
@@ -71,6 +71,7 @@ _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 def _check(x: Tensor, weight: Tensor, lengths: Tensor, activation: str) -> None:
     check_sequence("causal_short_conv", "x", x, lengths)
+    check_device("causal_short_conv", "weight", weight, x)
     if weight.dtype not in FLOAT_DTYPES:
         raise DTypeError(f"causal_short_conv: weight has dtype {weight.dtype}; give it a floating dtype")
     if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:

@@ -13,7 +13,7 @@ from zoo.kernels.gated_bidirectional_linear_attention.reference import (
     gated_bidirectional_linear_attention_backward_reference,
     gated_bidirectional_linear_attention_reference,
 )
-from zoo.kernels.ragged import FLOAT_DTYPES, check_batch, check_sequence
+from zoo.kernels.ragged import FLOAT_DTYPES, check_batch, check_device, check_sequence
 
 _NAME = "gated_bidirectional_linear_attention"
 
@@ -44,7 +44,7 @@ def gated_bidirectional_linear_attention(
 
     Returns:
         [B, L, H * D] in the dtype of ``packed``, zero at padded positions.
-        Differentiable in ``packed`` and ``norm_weight``.
+        Differentiable once in ``packed`` and ``norm_weight``.
 
     Raises:
         ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
@@ -68,6 +68,8 @@ def _forward(
     layout = PackedLayout(num_heads, head_dim, key_gate, gated_norm)
     _check(packed, norm_weight, lengths, layout)
     check_batch(_NAME, "packed", packed, lengths)
+    if not eps >= 0:
+        raise ConfigError(f"{_NAME}: eps is {eps}; it must be 0 or more")
     return gated_bidirectional_linear_attention_reference(packed, norm_weight, lengths, layout, eps)
 
 
@@ -134,6 +136,7 @@ def _check(packed: Tensor, norm_weight: Tensor, lengths: Tensor, layout: PackedL
             f"{_NAME}: packed has {packed.shape[2]} columns, but {layout.num_heads} heads of {layout.head_dim} with "
             f"key_gate={layout.key_gate} and gated_norm={layout.gated_norm} need {layout.width}; see packed_width"
         )
+    check_device(_NAME, "norm_weight", norm_weight, packed)
     if norm_weight.dtype not in FLOAT_DTYPES:
         raise DTypeError(f"{_NAME}: norm_weight has dtype {norm_weight.dtype}; give it a floating dtype")
     if list(norm_weight.shape) != [layout.num_heads, layout.head_dim]:
