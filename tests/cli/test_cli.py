@@ -95,6 +95,13 @@ def test_an_unknown_flavor_and_target_are_named(bundle, capsys):
     assert "sm90" in capsys.readouterr().err
 
 
+def test_an_option_without_a_value_is_named_and_not_a_default(bundle, capsys):
+    for words in (("build", bundle, "--targets", ","), ("validate", bundle, "--dtypes", " "),
+                  ("build", bundle, "--lengths", ","), ("export", bundle, "--opset", 99)):  # fmt: skip
+        assert run(*words) == 2
+        assert words[2].removeprefix("--") in capsys.readouterr().err
+
+
 def test_help_names_every_verb_and_every_option_says_what_it_does(capsys):
     assert run("--help") == 0
     printed = capsys.readouterr().out

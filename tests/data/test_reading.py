@@ -1,8 +1,9 @@
-from datetime import datetime
+from datetime import date
 
 import polars as pl
 import pytest
 
+from zoo.data.cleaning import clean
 from zoo.data.reading import Columns, find_source, read_interactions
 from zoo.errors import DataError
 
@@ -70,13 +71,61 @@ def test_parquet_strings_stay_strings_even_when_they_look_like_huge_numbers(tmp_
 
 
 def test_dates_in_parquet_are_milliseconds(tmp_path):
-    found = read(parquet(tmp_path, user=[1], item=[2], timestamp=[datetime(1970, 1, 2)]))
+    found = read(parquet(tmp_path, user=[1], item=[2], timestamp=[date(1970, 1, 2)]))
     assert (found.events["time"].to_list(), found.time_unit) == ([86_400_000], "ms")
+
+
+@pytest.mark.parametrize("zone", [None, "Europe/Berlin"])
+@pytest.mark.parametrize("unit", ["ms", "us", "ns"])
+def test_datetimes_in_parquet_are_as_fine_as_the_file_has_them(tmp_path, unit, zone):
+    times = pl.Series([1_700_000_000_000_001, None, 1_700_000_000_000_000]).cast(pl.Datetime(unit, zone))
+    found = read(parquet(tmp_path, user=[1, 1, 1], item=[2, 3, 4], timestamp=times))
+    assert found.events["time"].to_list() == [1_700_000_000_000_001, None, 1_700_000_000_000_000]
+    assert found.time_unit == unit
+
+
+@pytest.mark.parametrize("unit", ["us", "ns"])
+def test_events_within_a_millisecond_are_no_duplicates_and_keep_their_order(tmp_path, unit):
+    start = 1_700_000_000 * {"us": 10**6, "ns": 10**9}[unit]
+    times = [start + 7, start, start + 9, start + 9, start + 8]
+    for column in (pl.Series(times), pl.Series(times).cast(pl.Datetime(unit))):
+        result = clean(read(parquet(tmp_path, user=[1] * 5, item=[1, 2, 1, 1, 1], timestamp=column)))
+        assert result.item_ids[result.items].tolist() == [2, 1, 1, 1]
+        assert result.timestamps.tolist() == [1_700_000_000] * 4
+        assert (result.report.rows_dropped_duplicate, result.report.time_unit) == (1, unit)
 
 
 def test_whole_floats_are_ids_as_pandas_writes_them_with_gaps(tmp_path):
     found = read(parquet(tmp_path, user=[1.0, None], item=[2.0, float("nan")], timestamp=[3, 4]))
     assert found.events.rows() == [(1, 2, 3), (None, None, 4)]
+
+
+def test_whole_floats_in_the_item_file_are_the_same_ids(tmp_path):
+    path = parquet(tmp_path, user=[1.0, 1.0, None], item=[1.0, 2.0, float("nan")], timestamp=[3, 4, 5])
+    parquet(tmp_path, "items.parquet", item_id=[1.0, None, 2.0], title=["one", "nothing", "two"])
+    for source in (tmp_path, path):
+        texts = read_interactions(find_source(source, tmp_path / "items.parquet")).texts
+        assert texts.rows() == [("1", "one"), ("2", "two")]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [([[1], [2]], "List"), ([["a"], ["b"]], "List"), ([{"a": 1}, {"a": 2}], "Struct"), ([1.5, 2.0], "fractions")],
+    ids=["lists", "lists of text", "structs", "fractions"],
+)
+def test_item_ids_of_the_wrong_kind_are_an_error_in_both_files(tmp_path, values, message):
+    events = parquet(tmp_path, user=[1, 2], item=[1, 2], timestamp=[1, 2])
+    items = parquet(tmp_path, "items.parquet", item=values, title=["a", "b"])
+    with pytest.raises(DataError, match=rf'column "item" of .*items\.parquet .*{message}.*cast it'):
+        read_interactions(find_source(events, items))
+    with pytest.raises(DataError, match=rf'column "item" of .*d\.parquet .*{message}.*cast it'):
+        read(parquet(tmp_path, user=[1, 2], item=values, timestamp=[1, 2]))
+
+
+def test_years_of_an_odd_type_are_no_text(tmp_path):
+    parquet(tmp_path, user=[1], item=[2], timestamp=[3])
+    parquet(tmp_path, "items.parquet", item=[2], years=[[1999]], year=[{"from": 1999}], title=["T"])
+    assert read(tmp_path).texts.rows() == [("2", "T")]
 
 
 @pytest.mark.parametrize("dtype", [pl.Int8, pl.UInt16, pl.UInt64, pl.Int128])

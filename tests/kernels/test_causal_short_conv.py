@@ -99,6 +99,7 @@ def test_it_compiles_without_graph_breaks():
         ({"lengths": torch.tensor([5, 2])}, DTypeError, "torch.int32"),
         ({"lengths": torch.tensor([5], dtype=torch.int32)}, ShapeError, "2 rows"),
         ({"lengths": torch.tensor([[5, 2]], dtype=torch.int32)}, ShapeError, "one length a row"),
+        ({"weight": torch.randn(3, 4, device="meta")}, ShapeError, "on meta"),
         ({"activation": "gelu"}, ConfigError, "gelu"),
     ],
 )

@@ -180,6 +180,9 @@ def test_activation_checkpointing_gives_the_same_gradient():
         ({"norm_weight": torch.ones(2, 4, dtype=torch.int64)}, DTypeError, "norm_weight"),
         ({"lengths": torch.tensor([5, 2])}, DTypeError, "torch.int32"),
         ({"lengths": torch.tensor([5, 2, 1], dtype=torch.int32)}, ShapeError, "3"),
+        ({"norm_weight": torch.randn(2, 4, device="meta")}, ShapeError, "on meta"),
+        ({"eps": -1.0}, ConfigError, "eps"),
+        ({"eps": float("nan")}, ConfigError, "eps"),
         ({"num_heads": 0}, ConfigError, "num_heads"),
     ],
 )

@@ -1,14 +1,18 @@
+import dataclasses
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import polars
 import pytest
 import torch
 
 from tests.training.conftest import RECIPE, TINY
+from zoo import files
 from zoo.bundle import WEIGHTS, Bundle
-from zoo.errors import CheckpointError, ConfigError, TrainingError
+from zoo.errors import BusyError, CheckpointError, ConfigError, TrainingError
 from zoo.models.gbla import GBLA
 from zoo.training import TrainConfig, recipe, train
 from zoo.training.logs import read_log
@@ -123,6 +127,50 @@ def test_a_checkpoint_of_another_run_is_refused_by_naming_the_difference(dataset
     with pytest.raises(CheckpointError, match="seed 0, not 3"):
         run(dataset, tmp_path, seed=3)
     run(dataset, tmp_path, seed=3, resume=False)
+
+
+def test_other_events_are_another_run_even_with_the_same_semantic_ids(dataset, tmp_path):
+    changed = tmp_path / "changed"
+    shutil.copytree(dataset.path, changed)
+    run(dataset, tmp_path / "out")
+    table = polars.read_parquet(changed / "events.parquet")
+    table.write_parquet(changed / "events.parquet", compression="uncompressed")
+    with pytest.raises(CheckpointError, match="events"):
+        run(dataclasses.replace(dataset, path=changed), tmp_path / "out")
+
+
+def test_a_second_run_into_the_same_folder_is_refused(dataset, tmp_path):
+    with files.one_writer(tmp_path), pytest.raises(BusyError, match="another process"):
+        run(dataset, tmp_path)
+
+
+def test_missing_or_foreign_best_weights_are_named(dataset, tmp_path):
+    run(dataset, tmp_path)
+    (tmp_path / "bundle.json").unlink()
+    best = tmp_path / "training/best.pt"
+    content = best.read_bytes()
+    best.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        run(dataset, tmp_path)
+    torch.save({"identity": {}, "step": 1, "model": {}}, best)
+    with pytest.raises(CheckpointError, match="does not hold"):
+        run(dataset, tmp_path)
+    best.write_bytes(content)
+    run(dataset, tmp_path)
+
+
+@pytest.mark.parametrize("content", [{}, [], {"state": {"identity": None}}, {"state": {"identity": {}, "x": 1}}])
+def test_a_checkpoint_of_another_shape_is_named(dataset, tmp_path, content):
+    (tmp_path / "training").mkdir()
+    torch.save(content, tmp_path / "training/checkpoint.pt")
+    with pytest.raises(CheckpointError, match="damaged"):
+        run(dataset, tmp_path)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "0"])
+def test_an_impossible_seed_is_named(dataset, tmp_path, seed):
+    with pytest.raises(ConfigError, match="seed"):
+        run(dataset, tmp_path, seed=seed)
 
 
 def test_a_truncated_checkpoint_is_named(dataset, tmp_path):

@@ -111,11 +111,40 @@ def test_an_engine_manifest_that_is_no_manifest_fails_the_report(bundle):
     assert [check.kind for check in report.checks if not check.ok] == ["engine"]
 
 
+def test_an_engine_without_a_manifest_fails_the_report(bundle):
+    folder = bundle.path / "engines/rtx-1/sm89"
+    folder.mkdir(parents=True)
+    (folder / "encoder-fp16-L8.engine").write_bytes(b"engine")
+    report = run_validate(bundle, lengths=[3], dtypes=["fp32"])
+    assert [check.kind for check in report.checks if not check.ok] == ["engine"]
+
+
+def test_a_changed_file_that_no_graph_reads_is_named(bundle):
+    (bundle.path / "notes.txt").write_text("recorded")
+    bundle.update(["notes.txt"])
+    (bundle.path / "notes.txt").write_text("changed!")
+    report = run_validate(bundle, lengths=[3], dtypes=["fp32"])
+    (failed,) = [check for check in report.checks if not check.ok]
+    assert failed.subject == "notes.txt" and "checksum" in failed.detail
+
+
+def test_a_signature_that_is_not_the_models_is_named(bundle):
+    bundle.manifest["signatures"]["extra"] = bundle.manifest["signatures"]["encoder"]
+    report = run_validate(bundle, lengths=[3], dtypes=["fp32"])
+    assert any("signatures" in check.detail for check in report.checks if not check.ok)
+
+
 def test_what_cannot_be_asked_is_an_error(bundle, tmp_path):
     with pytest.raises(ConfigError, match="int8"):
         run_validate(bundle, dtypes=["int8"])
     with pytest.raises(ConfigError, match="lengths start at 1"):
         run_validate(bundle, lengths=[0])
+    for lengths in ((), 3, ("3",), (2.5,)):
+        with pytest.raises(ConfigError, match="whole numbers"):
+            run_validate(bundle, lengths=lengths)
+    for dtypes in ((), "fp32"):
+        with pytest.raises(ConfigError, match="as a tuple"):
+            run_validate(bundle, dtypes=dtypes)
     del bundle.manifest["export"]
     with pytest.raises(BundleError, match="zoo export"):
         run_validate(bundle)

@@ -14,7 +14,7 @@ from zoo.data.text import Embedding, check_embedding, embed_items
 from zoo.errors import ConfigError, DataError
 from zoo.files import sha256_of
 
-BUILD = 1
+BUILD = 2
 """Raised when the same inputs give another dataset, so that datasets of an older zoo are made again."""
 
 

@@ -48,7 +48,8 @@ class Interactions:
 
     ``events`` has the columns user and item (Int64 or String each) and time (Int64 or Float64), nulls where the file
     has none. ``texts`` has the columns token and text (String), or is None where no item file was given. ``time_unit``
-    is "ms" where the file states it (a Parquet date or time), else None: seconds or finer, to be found from the values.
+    is "ms", "us" or "ns" where the file states it (a Parquet date or time), else None: seconds or finer, to be found
+    from the values.
     """
 
     events: pl.DataFrame
@@ -208,8 +209,10 @@ def _check_item_ids(path: Path, item: pl.Series, atomic: bool) -> None:
 def _times(path: Path, column: pl.Series) -> tuple[pl.Series, str | None]:
     """Return times as Int64 or Float64, null where missing or not finite, and their unit where the type states it."""
     name, dtype = column.name, column.dtype
-    if dtype in (pl.Datetime, pl.Date):
-        return column.cast(pl.Datetime("ms")).dt.epoch("ms"), "ms"
+    if dtype == pl.Date:
+        return column.cast(pl.Datetime("ms")).to_physical(), "ms"
+    if isinstance(dtype, pl.Datetime):  # as fine as the file has it, for what differs by less than 1 ms is no duplicate
+        return column.to_physical(), dtype.time_unit
     if dtype.is_integer():
         return column.cast(pl.Int64, strict=False), None
     if dtype == pl.String:
@@ -234,25 +237,26 @@ def _times(path: Path, column: pl.Series) -> tuple[pl.Series, str | None]:
 
 def _read_texts(path: Path, item_column: str | None) -> pl.DataFrame:
     """Read item text: every textual column joined by spaces, the year with them whatever its type."""
-    if path.suffix == ".item":
+    atomic = path.suffix == ".item"
+    table = _read_atomic(path) if atomic else _read_parquet(path)
+    key = _column(path, table, "item", item_column if item_column in table.columns else None, ITEM_COLUMNS)
+    token = _keys(path, table[key], atomic)
+    if atomic:
         kinds = dict(part.partition(":")[::2] for part in _header(path))
-        table = _read_atomic(path)
         textual = [name for name in table.columns if kinds.get(name, "token") != "float" or "year" in name.lower()]
     else:
-        table = _read_parquet(path)
         lists = [name for name, dtype in table.schema.items() if dtype == pl.List(pl.String)]
         table = table.with_columns(pl.col(lists).list.join(" ")) if lists else table
         textual = [
             name
             for name, dtype in table.schema.items()
-            if dtype in (pl.String, pl.Categorical, pl.Enum) or "year" in name.lower()
+            if dtype in (pl.String, pl.Categorical, pl.Enum)
+            or ("year" in name.lower() and (dtype.is_numeric() or dtype.is_temporal()))
         ]
-    key = _column(path, table, "item", item_column if item_column in table.columns else None, ITEM_COLUMNS)
     parts = [pl.col(name).cast(pl.String) for name in textual if name != key]
     joined = pl.concat_str(parts, separator=" ", ignore_nulls=True) if parts else pl.lit("")
-    return table.select(token=pl.col(key).cast(pl.String), text=joined.fill_null("")).filter(
-        pl.col("token").is_not_null()
-    )
+    texts = table.select(token=token.cast(pl.String), text=joined.fill_null(""))
+    return texts.filter(pl.col("token").is_not_null())
 
 
 def _header(path: Path) -> list[str]:
