@@ -236,7 +236,7 @@ def _times(path: Path, column: pl.Series) -> tuple[pl.Series, str | None]:
 
 
 def _read_texts(path: Path, item_column: str | None) -> pl.DataFrame:
-    """Read item text: every textual column joined by spaces, the year with them whatever its type."""
+    """Read item text: every textual column joined by spaces, the year with them where it is a number or a date."""
     atomic = path.suffix == ".item"
     table = _read_atomic(path) if atomic else _read_parquet(path)
     key = _column(path, table, "item", item_column if item_column in table.columns else None, ITEM_COLUMNS)
