@@ -70,6 +70,15 @@ def test_a_folder_that_is_no_dataset_is_an_error(tmp_path):
         load_dataset(tmp_path / "nowhere")
 
 
+def test_a_file_or_an_empty_path_is_no_dataset(write_atomic, dataset, monkeypatch):
+    for path in (write_atomic(small_events()), dataset.path / "dataset.json"):
+        with pytest.raises(DataError, match=r"is a file, but the folder of a prepared .* `zoo data FILE`"):
+            load_dataset(path)
+    monkeypatch.chdir(dataset.path)
+    with pytest.raises(DataError, match=r'empty text "".* folder that `zoo data` wrote'):
+        load_dataset("")
+
+
 def test_another_schema_is_an_error(dataset):
     manifest = dataset.path / "dataset.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema": 99}))

@@ -108,14 +108,34 @@ def test_a_prepared_folder_is_no_source_and_the_source_no_output(write_atomic, t
     ("settings", "message"),
     [
         ({"levels": 9}, "63 bits"),
+        ({"levels": 10**12}, "63 bits"),
         ({"embedding": "bert"}, "no embedding is called"),
         ({"wheel": "x.whl"}, "leave it out"),
+        ({"levels": "3"}, "levels is '3'; it must be a whole number"),
+        ({"levels": 3.0}, "levels is 3.0; it must be a whole number"),
+        ({"codebook_size": None}, "codebook_size is None; it must be a whole number"),
+        ({"dims": 64.0}, "dims is 64.0; it must be a whole number"),
+        ({"dims": True}, "dims is True; it must be a whole number"),
+        ({"seed": "0"}, "seed is '0'; it must be a whole number"),
+        ({"seed": -1}, "seed is -1; it must be from 0 to 4294967293"),
+        ({"seed": 2**32 - 1}, "seed is 4294967295; it must be from 0 to 4294967293"),
+        ({"out": ""}, 'out is the empty text ""'),
     ],
-    ids=["levels", "embedding", "wheel"],
 )
 def test_impossible_settings_are_refused_before_any_work(write_atomic, settings, message):
     with pytest.raises(ConfigError, match=message):
         prepare(write_atomic(small_events()), **settings)
+
+
+def test_the_largest_seed_works(write_atomic):
+    assert stages(write_atomic(small_events()), levels=2, seed=2**32 - 2)[0].num_users == 6
+
+
+@pytest.mark.parametrize("source", ["", " "])
+def test_an_empty_source_is_not_the_current_folder(write_atomic, monkeypatch, source):
+    monkeypatch.chdir(write_atomic(small_events()).parent)
+    with pytest.raises(DataError, match=r'source is the empty text "".* give a public name'):
+        prepare(source)
 
 
 def test_only_training_events_reach_the_embedding():

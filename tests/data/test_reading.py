@@ -5,7 +5,7 @@ import pytest
 
 from zoo.data.cleaning import clean
 from zoo.data.reading import Columns, find_source, read_interactions
-from zoo.errors import DataError
+from zoo.errors import ConfigError, DataError
 
 ROWS = [(1, 10, 100), (1, 11, 200), (1, 12, 300)]
 
@@ -234,3 +234,77 @@ def test_a_source_that_is_no_single_file_says_what_was_found(tmp_path):
         find_source(tmp_path / "c.csv")
     with pytest.raises(DataError, match=r"item file .* does not exist"):
         find_source(tmp_path / "a.inter", tmp_path / "a.items")
+
+
+def test_folders_that_are_called_like_files_are_passed_over(write_atomic):
+    events = write_atomic(ROWS)
+    for name in ("x.inter", "x.parquet", "x.item", "d.item", "items.parquet"):
+        (events.parent / name).mkdir()
+    assert read(events.parent).events.rows() == ROWS
+    events.unlink()
+    with pytest.raises(DataError, match="found none"):
+        find_source(events.parent)
+
+
+@pytest.mark.parametrize("name", ["item_id", "item_id:float", "item_id:token"])
+def test_a_column_that_an_atomic_file_names_twice_is_an_error(write_atomic, name):
+    path = write_atomic([(1, 10, 10, 5)], f"user_id:token item_id:token {name} timestamp:float")
+    with pytest.raises(DataError, match=r'd\.inter names the column "item_id" 2 times, .*; rename'):
+        read(path)
+    path = write_atomic(ROWS)
+    write_atomic([(10, 10, "T")], f"item_id:token {name} title:token_seq", "d.item")
+    with pytest.raises(DataError, match=r'd\.item names the column "item_id" 2 times'):
+        read(path)
+
+
+@pytest.mark.parametrize("blank", ["\n", "\r\n\n"])
+def test_blank_lines_before_the_header_are_skipped(tmp_path, blank):
+    path = tmp_path / "d.inter"
+    header = "user_id:token\titem_id:token\ttimestamp:float"
+    path.write_bytes(f"{blank}{header}\n1\t2\t3\n".encode())
+    assert read(path).events.rows() == [(1, 2, 3)]
+    path.write_bytes(f"{blank}{header}\titem_id:float\n1\t2\t3\t2\n".encode())
+    with pytest.raises(DataError, match='names the column "item_id" 2 times'):
+        read(path)
+
+
+def test_columns_without_a_name_are_let_be(tmp_path):
+    path = tmp_path / "d.inter"
+    path.write_text("user_id:token\titem_id:token\ttimestamp:float\t\t\n1\t2\t3\t\t\n")
+    assert read(path).events.rows() == [(1, 2, 3)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "parquet"])
+def test_a_file_that_is_no_utf_8_text_says_so_in_printable_words(tmp_path, encoding):
+    path = tmp_path / "d.inter"
+    if encoding == "parquet":
+        parquet(tmp_path, "d.inter", user_id=[1], item_id=[2], timestamp=[3])
+    else:
+        path.write_bytes("user_id:token\titem_id:token\ttimestamp:float\n1\t2\t3\n".encode(encoding))
+    with pytest.raises(DataError, match=r"not UTF-8 text with a header such as user_id:token; write") as caught:
+        read(path)
+    assert str(caught.value).isprintable()
+
+
+def test_messages_hold_no_control_characters_of_the_file(tmp_path, write_atomic):
+    path = parquet(tmp_path, **{"user": [1], "a\x1b[31m\n": [1]})
+    with pytest.raises(DataError, match="no item column") as no_column:
+        read(path)
+    with pytest.raises(DataError, match="are not numbers") as no_time:
+        read(write_atomic([(1, 2, "5\x1b[31m")]))
+    assert str(no_column.value).isprintable()
+    assert str(no_time.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"user": "item"}, '"item" .* taken as the user and the item, .*; name .*user_column=NAME or item_column=NAME'),
+        ({"item": "timestamp"}, '"timestamp" .* the item and the timestamp'),
+        ({"user": "user", "timestamp": "user"}, '"user" .* the user and the timestamp'),
+    ],
+    ids=["user", "item", "timestamp"],
+)
+def test_one_column_named_for_two_is_an_error(tmp_path, columns, message):
+    with pytest.raises(ConfigError, match=message):
+        read(parquet(tmp_path, user=[1], item=[2], timestamp=[3]), **columns)

@@ -106,6 +106,12 @@ def test_impossible_sizes_are_an_error(levels, size):
         residual_kmeans(np.zeros((2, 2)), np.arange(2), levels=levels, codebook_size=size)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32 - 1, 0.0])
+def test_impossible_seeds_are_an_error(seed):
+    with pytest.raises(ConfigError, match=f"seed is {seed}; "):
+        residual_kmeans(np.zeros((2, 2)), np.arange(2), levels=2, codebook_size=4, seed=seed)
+
+
 def test_a_saved_table_loads_equal_with_its_trie_and_the_same_bytes(tmp_path):
     ids = random_ids()
     ids.save(tmp_path / "a.safetensors")

@@ -178,6 +178,11 @@ def write_dataset(
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read dataset.json in ``path``; raises ``DataError`` where it is missing, damaged or of another schema."""
+    if path.is_file():
+        raise DataError(
+            f"{path} is a file, but the folder of a prepared dataset is wanted; give that folder, or prepare raw files "
+            "first with `zoo data FILE`"
+        )
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except FileNotFoundError as error:
@@ -195,6 +200,8 @@ def load_dataset(path: Path | str) -> Dataset:
 
     Raises ``DataError`` where the folder is missing, incomplete, damaged or of another schema.
     """
+    if not str(path).strip():
+        raise DataError('the dataset is the empty text ""; give the folder that `zoo data` wrote')
     path = Path(path).expanduser()
     manifest = read_manifest(path)
     for file in _TABLES:

@@ -9,6 +9,7 @@ import numpy as np
 
 from zoo.data.dataset import Dataset, load_dataset, read_manifest, write_dataset
 from zoo.data.semantic_ids import check_sizes, residual_kmeans
+from zoo.data.settings import check_seed
 from zoo.data.sources import SOURCES, Progress, cache_folder, fetch_source
 from zoo.data.text import Embedding, check_embedding, embed_items
 from zoo.errors import ConfigError, DataError
@@ -49,7 +50,10 @@ def prepare(
     from zoo.data.reading import Columns, find_source, read_interactions
 
     check_sizes(levels, codebook_size)
+    check_seed(seed, levels)
     check_embedding(embedding, dims)
+    if out is not None and not str(out).strip():
+        raise ConfigError('out is the empty text ""; give the folder to write, or leave it out')
     say = progress or (lambda sentence: None)
     if str(source) in SOURCES:
         name = name or str(source)

@@ -9,12 +9,13 @@ canonical non-negative integers) are themselves the ids that a model hashes; str
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 
-from zoo.errors import DataError
+from zoo.errors import ConfigError, DataError
 
 ITEM_ID_LIMIT = 2**31
 USER_COLUMNS = ("user_id", "user")
@@ -68,6 +69,8 @@ def find_source(source: Path | str, items: Path | str | None = None) -> SourcePa
     A folder holds one .inter file and optionally its .item, or one Parquet file and optionally items.parquet. ``items``
     names the item file where it lies elsewhere. Raises ``DataError`` where there is no, or no single, such file.
     """
+    if not str(source).strip():
+        raise DataError('the source is the empty text ""; give a public name such as ml-100k, a folder or a file')
     source = Path(source).expanduser()
     if not source.exists():
         raise DataError(f"the data {source} does not exist; give a public name such as ml-100k, a folder or a file")
@@ -88,7 +91,7 @@ def read_interactions(paths: SourcePaths, columns: Columns | None = None) -> Int
     """Read the files of ``paths``.
 
     Raises ``DataError`` for unreadable, truncated or empty files, missing columns, values of the wrong kind, times that
-    are not numbers, and integer item ids outside 0 <= id < 2^31.
+    are not numbers, and integer item ids outside 0 <= id < 2^31; ``ConfigError`` where one column is named for two.
     """
     columns = columns or Columns()
     path = paths.events
@@ -97,11 +100,12 @@ def read_interactions(paths: SourcePaths, columns: Columns | None = None) -> Int
     names = {
         "user": _column(path, table, "user", columns.user, USER_COLUMNS),
         "item": _column(path, table, "item", columns.item, ITEM_COLUMNS),
-        "time": _column(path, table, "timestamp", columns.timestamp, TIME_COLUMNS),
+        "timestamp": _column(path, table, "timestamp", columns.timestamp, TIME_COLUMNS),
     }
+    _refuse_one_column_for_two(path, names)
     if table.height == 0:
         raise DataError(f"{path} holds a header but no events; give a file with at least one user of three events")
-    time, unit = _times(path, table[names["time"]])
+    time, unit = _times(path, table[names["timestamp"]])
     user = _keys(path, table[names["user"]], atomic)
     item = _keys(path, table[names["item"]], atomic)
     _check_item_ids(path, item, atomic)
@@ -113,8 +117,8 @@ def _in_folder(folder: Path) -> tuple[Path, Path]:
     if (folder / "dataset.json").exists():
         raise DataError(f"{folder} is a prepared dataset already; load it, or give the folder of the original files")
     items = folder / "items.parquet"
-    atomic = sorted(folder.glob("*.inter"))
-    found = atomic or [path for path in sorted(folder.glob("*.parquet")) if path != items]
+    atomic = _files(folder, "*.inter")
+    found = atomic or [path for path in _files(folder, "*.parquet") if path != items]
     if len(found) != 1:
         listed = ", ".join(path.name for path in found) or "none"
         raise DataError(
@@ -122,18 +126,41 @@ def _in_folder(folder: Path) -> tuple[Path, Path]:
         )
     if not atomic:
         return found[0], items
-    texts = sorted(folder.glob("*.item"))
+    texts = _files(folder, "*.item")
     return found[0], texts[0] if len(texts) == 1 else found[0].with_suffix(".item")
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return sorted(path for path in folder.glob(pattern) if path.is_file())
 
 
 def _read_atomic(path: Path) -> pl.DataFrame:
     """Read every column of an atomic file as String, named without the types."""
     _refuse_empty(path)
     try:
+        _check_header(path)
         table = pl.read_csv(path, separator="\t", quote_char=None, infer_schema=False)
+        return table.rename({name: name.partition(":")[0] or name for name in table.columns})
     except _UNREADABLE as error:
         raise DataError(_unreadable(path, "a tab-separated UTF-8 atomic file", error)) from error
-    return table.rename({name: name.partition(":")[0] for name in table.columns})
+
+
+def _check_header(path: Path) -> None:
+    """Refuse what is no text at all, and a header that names a column twice."""
+    header = _header(path)
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for part in header for letter in part):
+        example = "user_id:token" if path.suffix == ".inter" else "item_id:token"
+        raise DataError(
+            f"{path} is not UTF-8 text with a header such as {example}; "
+            "write it again as tab-separated UTF-8 text, or name it .parquet where it is Parquet"
+        )
+    names = [part.partition(":")[0] for part in header]
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(
+            f'{path} names the column "{_printable(twice[:40])}" {names.count(twice)} times, but each one may occur '
+            "once; rename or remove the others"
+        )
 
 
 def _read_parquet(path: Path) -> pl.DataFrame:
@@ -150,8 +177,13 @@ def _refuse_empty(path: Path) -> None:
 
 
 def _unreadable(path: Path, wanted: str, error: BaseException) -> str:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = _printable(str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__
     return f"{path} cannot be read as {wanted} ({reason}); it is damaged, cut off or of another kind: write it again"
+
+
+def _printable(text: str) -> str:
+    """Return ``text`` with what a terminal cannot show, or would obey, replaced."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def _column(path: Path, table: pl.DataFrame, role: str, chosen: str | None, usual: tuple[str, ...]) -> str:
@@ -159,9 +191,20 @@ def _column(path: Path, table: pl.DataFrame, role: str, chosen: str | None, usua
     for name in wanted:
         if name in table.columns:
             return name
-    listed = ", ".join(name[:40] for name in table.columns[:12]) + (", ..." if len(table.columns) > 12 else "")
+    listed = ", ".join(_printable(name[:40]) for name in table.columns[:12])
+    listed += ", ..." if len(table.columns) > 12 else ""
     asked = " or ".join(f'"{name}"' for name in wanted)
     raise DataError(f"{path} has no {role} column {asked}, it has {listed}; name the right one with {role}_column=NAME")
+
+
+def _refuse_one_column_for_two(path: Path, names: dict[str, str]) -> None:
+    for name in names.values():
+        roles = [role for role, other in names.items() if other == name]
+        if len(roles) > 1:
+            raise ConfigError(
+                f'the column "{name}" of {path} is taken as the {" and the ".join(roles)}, but each is a column of its '
+                f"own; name another one with {' or '.join(f'{role}_column=NAME' for role in roles)}"
+            )
 
 
 def _keys(path: Path, column: pl.Series, atomic: bool) -> pl.Series:
@@ -226,7 +269,7 @@ def _times(path: Path, column: pl.Series) -> tuple[pl.Series, str | None]:
         if len(wrong):
             raise DataError(
                 f'{len(wrong)} of {len(text)} times in column "{name}" of {path} are not numbers, the first one is '
-                f'"{wrong[0][:40]}"; write times as seconds since 1970'
+                f'"{_printable(wrong[0][:40])}"; write times as seconds since 1970'
             )
     elif dtype.is_float():
         number = column.cast(pl.Float64)
@@ -261,4 +304,7 @@ def _read_texts(path: Path, item_column: str | None) -> pl.DataFrame:
 
 def _header(path: Path) -> list[str]:
     with path.open("rb") as file:
-        return file.readline(1 << 20).decode("utf-8-sig", "replace").rstrip("\r\n").split("\t")
+        line = file.readline(1 << 20)
+        while line in (b"\n", b"\r\n"):  # polars skips them too
+            line = file.readline(1 << 20)
+        return line.decode("utf-8-sig", "surrogateescape").rstrip("\r\n").split("\t")

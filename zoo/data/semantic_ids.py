@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from zoo.data.settings import check_seed, check_whole
 from zoo.data.trie import Trie
 from zoo.errors import ConfigError, DataError, ShapeError
 from zoo.files import write_bytes
@@ -152,9 +153,10 @@ class SemanticIds:
 
 def check_sizes(levels: int, codebook_size: int) -> None:
     """Raise ``ConfigError`` unless IDs of ``levels`` + 1 digits below ``codebook_size`` exist and fit 63 bits."""
+    check_whole(levels=levels, codebook_size=codebook_size)
     if levels < 1 or codebook_size < 2:
         raise ConfigError(f"{levels} levels of {codebook_size} codes were asked for; at least 1 level of 2 is needed")
-    if codebook_size ** (levels + 1) >= 2**63:
+    if levels >= 63 or codebook_size ** (levels + 1) >= 2**63:
         raise ConfigError(
             f"{levels} levels of {codebook_size} codes and the last digit do not fit 63 bits; use fewer levels or codes"
         )
@@ -166,10 +168,11 @@ def residual_kmeans(
     """Give each row of ``embeddings`` (float [N, E]) an ID of ``levels`` digits and one that tells apart.
 
     The last digit numbers items of equal levels 0, 1, 2, ... in the order of their index. Deterministic for a seed.
-    Raises ``ConfigError`` for impossible sizes and ``DataError`` for no items, values that are not finite, or more
-    equal items than the last digit can tell apart.
+    Raises ``ConfigError`` for impossible sizes and seeds, and ``DataError`` for no items, values that are not finite,
+    or more equal items than the last digit can tell apart.
     """
     check_sizes(levels, codebook_size)
+    check_seed(seed, levels)
     if len(embeddings) == 0 or embeddings.ndim != 2:
         raise DataError(f"embeddings have the shape {embeddings.shape}; at least one item with one value is needed")
     if not np.isfinite(embeddings).all():

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from zoo.data.settings import check_seed, check_whole
 from zoo.errors import ConfigError
 
 Embedding = Literal["tfidf", "cooccurrence", "tfidf+cooccurrence"]
@@ -34,9 +35,10 @@ def embed_items(
     is the width of each part, less where the data has less to say. An item without text takes the mean vector of the
     users who consumed it; where no item has text, co-occurrence is used for all and the note says so.
 
-    Raises ``ConfigError`` for an unknown method or ``dims`` below 1.
+    Raises ``ConfigError`` for an unknown method, ``dims`` below 1 or an impossible seed.
     """
     check_embedding(method, dims)
+    check_seed(seed)
     import sklearn.decomposition
     import sklearn.feature_extraction.text  # noqa: F401  (threadpool_limits reaches only libraries that are loaded)
     from threadpoolctl import threadpool_limits
@@ -59,6 +61,7 @@ def check_embedding(method: str, dims: int) -> None:
     """Raise ``ConfigError`` for an unknown embedding or a width below 1."""
     if method not in get_args(Embedding):
         raise ConfigError(f'no embedding is called "{method}"; choose one of {", ".join(get_args(Embedding))}')
+    check_whole(dims=dims)
     if dims < 1:
         raise ConfigError(f"embeddings of {dims} dimensions were asked for; at least 1 is needed")
 
