@@ -9,19 +9,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from zoo import __version__, tables, verbs
-from zoo.errors import ConfigError, ZooError
+from zoo import __version__, console, tables, verbs
+from zoo.errors import ZooError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,8 +29,6 @@ app = typer.Typer(
     "The path: [bold]data[/] → [bold]train[/] → [bold]eval[/] → [bold]export[/] → [bold]build[/] → [bold]validate[/]. "
     "Each verb reads the files of the one before it; [bold]demo[/] runs them all.",
 )
-out_console = Console(width=None if sys.stdout.isatty() else 120)  # a pipe or file has no width of its own
-err_console = Console(stderr=True)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else on stdout.")]
 BundleArgument = Annotated[Path, typer.Argument(help="Bundle folder, as `zoo train` or `zoo init` wrote it.")]
@@ -71,9 +65,9 @@ def list_presets(
     """Show the presets with their sizes and parameter counts."""
     rows = verbs.list(twins=twins)
     if as_json:
-        _print_json([{**asdict(row), "total": row.total} for row in rows])
+        console.print_json([{**console.jsonable(row), "total": row.total} for row in rows])
         return
-    out_console.print(tables.presets(rows))
+    console.out.print(tables.presets(rows))
 
 
 @app.command(rich_help_panel="Look")
@@ -81,9 +75,9 @@ def inspect(bundle: BundleArgument, as_json: JsonOption = False) -> None:
     """Show what a bundle holds: configuration, inputs and outputs, files, engines."""
     found = verbs.inspect(bundle)
     if as_json:
-        _print_json(found)
+        console.print_json(found)
         return
-    out_console.print(tables.bundle(found))
+    console.out.print(tables.bundle(found))
 
 
 @app.command(rich_help_panel="Path")
@@ -117,7 +111,7 @@ def data(
     """
     from zoo.data import describe
 
-    with _phases() as phase:
+    with console.phases() as phase:
         dataset = verbs.data(
             source,
             out=out,
@@ -132,10 +126,10 @@ def data(
             progress=phase,
         )
     if as_json:
-        _print_json({"path": str(dataset.path), **json.loads((dataset.path / "dataset.json").read_text())})
+        console.print_json({"path": str(dataset.path), **json.loads((dataset.path / "dataset.json").read_text())})
         return
-    out_console.print(describe(dataset))
-    out_console.print(f"Prepared in [bold]{escape(str(dataset.path))}[/]")
+    console.out.print(describe(dataset))
+    console.out.print(f"Prepared in [bold]{escape(str(dataset.path))}[/]")
 
 
 @app.command(rich_help_panel="Path")
@@ -160,7 +154,7 @@ def train(
 
     Interrupt it at any time; the same command goes on from the last checkpoint with the same losses.
     """
-    recipe = _overrides(train_set, "--train-set")
+    recipe = console.overrides(train_set, "--train-set")
     if steps is not None:
         recipe["steps"] = steps
     bundle = verbs.train(
@@ -168,17 +162,17 @@ def train(
         data=_dataset(data),
         out=out,
         twin=twin,
-        overrides=_overrides(set_),
+        overrides=console.overrides(set_),
         seed=seed,
         resume=not restart,
         progress=not as_json,
         **recipe,
     )
     if as_json:
-        _print_json({"path": str(bundle.path), **bundle.manifest["training"]})
+        console.print_json({"path": str(bundle.path), **bundle.manifest["training"]})
         return
-    out_console.print(f"Bundle in [bold]{escape(str(bundle.path))}[/]; loss curve in training/loss.png")
-    out_console.print(f"Next: zoo eval {bundle.path} --data {data}")
+    console.out.print(f"Bundle in [bold]{escape(str(bundle.path))}[/]; loss curve in training/loss.png")
+    console.out.print(f"Next: zoo eval {bundle.path} --data {data}")
 
 
 @app.command("eval", rich_help_panel="Path")
@@ -193,9 +187,9 @@ def evaluate(
     settings = {} if beams is None else {"beams": beams}
     report = verbs.eval(bundle, data=_dataset(data), split=split, progress=not as_json, **settings)
     if as_json:
-        _print_json(report.to_json())
+        console.print_json(report.to_json())
     else:
-        out_console.print(tables.quality(report.to_json()))
+        console.out.print(tables.quality(report.to_json()))
 
 
 @app.command(rich_help_panel="Path")
@@ -208,11 +202,11 @@ def init(
     as_json: JsonOption = False,
 ) -> None:
     """Write a bundle with random weights, to try export and build at real sizes before training."""
-    bundle = verbs.init(preset, out, twin=twin, overrides=_overrides(set_), seed=seed)
+    bundle = verbs.init(preset, out, twin=twin, overrides=console.overrides(set_), seed=seed)
     if as_json:
-        _print_json({"path": str(bundle.path), **bundle.manifest})
+        console.print_json({"path": str(bundle.path), **bundle.manifest})
     else:
-        out_console.print(
+        console.out.print(
             f"Bundle with random weights in [bold]{escape(str(bundle.path))}[/]; next: zoo export {bundle.path}"
         )
 
@@ -226,18 +220,18 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write one ONNX graph a part and dtype: custom ops as zoo nodes, each with a body in standard ops."""
-    with _phases() as phase:
+    with console.phases() as phase:
         parts = verbs.export(
             bundle,
-            dtypes=_words("--dtypes", dtypes) or ("fp32", "fp16", "bf16"),
+            dtypes=console.words("--dtypes", dtypes) or ("fp32", "fp16", "bf16"),
             opset=opset,
             force=force,
             progress=phase,
         )
     if as_json:
-        _print_json([_jsonable(part) for part in parts])
+        console.print_json([console.jsonable(part) for part in parts])
         return
-    out_console.print(tables.exported(parts))
+    console.out.print(tables.exported(parts))
 
 
 @app.command(rich_help_panel="Path")
@@ -260,22 +254,22 @@ def build(
     as_json: JsonOption = False,
 ) -> None:
     """Build one TensorRT engine a part, length and target, with our plugins in place of the function bodies."""
-    with _phases() as phase:
+    with console.phases() as phase:
         records = verbs.build(
             bundle,
             flavor=flavor,
-            lengths=_integers("--lengths", lengths),
-            batch=_integers("--batch", batch),
+            lengths=console.integers("--lengths", lengths),
+            batch=console.integers("--batch", batch),
             beams=beams,
-            targets=_words("--targets", targets),
+            targets=console.words("--targets", targets),
             dtype=dtype,
             force=force,
             progress=phase,
         )
     if as_json:
-        _print_json([_jsonable(record) for record in records])
+        console.print_json([console.jsonable(record) for record in records])
         return
-    out_console.print(tables.engines([_jsonable(record) for record in records]))
+    console.out.print(tables.engines([console.jsonable(record) for record in records]))
 
 
 @app.command(rich_help_panel="Path")
@@ -292,22 +286,22 @@ def validate(
 
     Writes reports/parity.json. Exit status 1 if any check fails.
     """
-    with _counted("validating") as count:
+    with console.counted("validating") as count:
         report = verbs.validate(
             bundle,
-            lengths=_integers("--lengths", lengths) if lengths else None,
-            dtypes=_words("--dtypes", dtypes),
+            lengths=console.integers("--lengths", lengths) if lengths else None,
+            dtypes=console.words("--dtypes", dtypes),
             seed=seed,
             progress=count,
         )
     if as_json:
-        _print_json(report.to_json())
+        console.print_json(report.to_json())
     else:
-        out_console.print(report.table())
+        console.out.print(report.table())
         for line in report.not_run:
-            out_console.print(f"[dim]not run: {escape(line)}[/]")
+            console.out.print(f"[dim]not run: {escape(line)}[/]")
         verdict = "[green]all passed[/]" if report.ok else "[red]FAILED[/]"
-        out_console.print(f"{len(report.checks)} checks in {report.seconds:.0f} s: {verdict}")
+        console.out.print(f"{len(report.checks)} checks in {report.seconds:.0f} s: {verdict}")
     if not report.ok:
         raise typer.Exit(1)
 
@@ -326,17 +320,17 @@ def demo(
     """Run the whole path on MovieLens-100K, with no GPU: data, training, evaluation, ONNX, engines, parity."""
     summary = verbs.demo(
         out=out,
-        lengths=_integers("--lengths", lengths),
-        targets=_words("--targets", targets) or (),
+        lengths=console.integers("--lengths", lengths),
+        targets=console.words("--targets", targets) or (),
         steps=steps,
         seed=seed,
-        stage=lambda sentence: err_console.print(f"[bold]{escape(sentence)}[/]"),
+        stage=lambda sentence: console.err.print(f"[bold]{escape(sentence)}[/]"),
         progress=not as_json,
     )
     if as_json:
-        _print_json(summary)
+        console.print_json(summary)
     else:
-        out_console.print(tables.demo(summary))
+        console.out.print(tables.demo(summary))
     if not summary["ok"]:
         raise typer.Exit(1)
 
@@ -346,45 +340,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=None if arguments is None else [*arguments], standalone_mode=True)
     except ZooError as error:
-        err_console.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
+        console.err.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
-        err_console.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
+        console.err.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        err_console.print("interrupted; what was finished is kept, run the same command to go on")
+        console.err.print("interrupted; what was finished is kept, run the same command to go on")
         sys.exit(130)
-
-
-@contextmanager
-def _phases() -> Iterator[Any]:
-    """Yield a function that shows a phrase beside a spinner; a log line each where standard error is no terminal."""
-    if not err_console.is_terminal:
-        yield lambda phrase, *rest: err_console.print(f"  {phrase}", style="dim", highlight=False, markup=False)
-        return
-    with err_console.status("starting") as status:
-        yield lambda phrase, *rest: status.update(escape(phrase))
-
-
-@contextmanager
-def _counted(title: str) -> Iterator[Any]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err_console, transient=True, disable=not err_console.is_terminal) as progress:
-        task = progress.add_task(title, total=None)
-
-        def count(phrase: str, done: int, total: int) -> None:
-            progress.update(task, description=escape(phrase), completed=done, total=total)
-
-        yield count
 
 
 def _dataset(source: str) -> Any:
@@ -392,47 +358,6 @@ def _dataset(source: str) -> Any:
     from zoo.data import SOURCES, load_dataset
 
     return verbs.data(source) if source in SOURCES else load_dataset(source)
-
-
-def _jsonable(value: Any) -> Any:
-    if hasattr(value, "to_json"):
-        return value.to_json()
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
-
-
-def _words(option: str, text: str | None) -> tuple[str, ...] | None:
-    """Read comma-separated words; None where the option was not given."""
-    if text is None:
-        return None
-    words = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not words:
-        raise ConfigError(f"{option} is {text!r}; give at least one value, or leave the option out")
-    return words
-
-
-def _integers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in _words(option, text) or ())
-    except ValueError:
-        raise ConfigError(f"{option} is {text!r}; give whole numbers with commas between, such as 64,128,256") from None
-
-
-def _overrides(assignments: Sequence[str] | None, option: str = "--set") -> dict[str, Any]:
-    """Read ``field=value`` words: numbers, true/false, else text."""
-    overrides: dict[str, Any] = {}
-    for assignment in assignments or ():
-        name, separator, text = assignment.partition("=")
-        if not separator or not name:
-            raise ConfigError(f"{option} {assignment!r} is not FIELD=VALUE, such as num_layers=6")
-        try:
-            overrides[name] = json.loads(text)
-        except ValueError:
-            overrides[name] = text
-    return overrides
 
 
 if __name__ == "__main__":
