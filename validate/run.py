@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from engines.manifest import check_manifest, load_manifest
 from export.weights import compare_weights
 from validate.executors import DTYPES, Executor, OrtExecutor, TorchExecutor
-from validate.inputs import Case, cases, draw_inputs
+from validate.parity import check_parity, sentence
 from validate.report import Check, Report
-from validate.tolerance import deviation
 from zoo import files
 from zoo.bundle import Bundle, tool_versions
 from zoo.errors import BundleError, ConfigError
@@ -98,11 +96,11 @@ def _all_checks(
                 path = bundle.file(name)
                 executors[part.name] = OrtExecutor(path, part.signature, dtype)
             except Exception as error:  # a damaged graph may fail in any way; the report must name it and go on
-                yield phrase, [Check("file", part.name, dtype, name, False, _sentence(error))]
+                yield phrase, [Check("file", part.name, dtype, name, False, sentence(error))]
                 continue
             yield phrase, [_check_weights(path, name, part, dtype)]
         for length in lengths:
-            yield f"{dtype}, length {length}", list(_check_parity(parts, exact, low, executors, dtype, length, seed))
+            yield f"{dtype}, length {length}", list(check_parity(parts, exact, low, executors, dtype, length, seed))
     for path in manifests:
         yield path.stem, [_check_engine(bundle, path)]
 
@@ -133,78 +131,6 @@ def _check_weights(path: Path, name: str, part: Part, dtype: str) -> Check:
     problems = compare_weights(path, part.module.state_dict(), dtype)
     detail = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
     return Check("weights", part.name, dtype, name, not problems, detail)
-
-
-def _check_parity(
-    parts: Sequence[Part],
-    exact: Mapping[str, Executor],
-    low: Mapping[str, Executor],
-    executors: Mapping[str, Executor],
-    dtype: str,
-    length: int,
-    seed: int,
-) -> Iterator[Check]:
-    """Compare every part at one length; floating inputs of later parts are the outputs of earlier ones."""
-    torch_dtype = DTYPES[dtype]
-    for case in cases(length, seed=seed + 1000 * length):
-        known: dict[str, Tensor] = {}
-        for part in parts:
-            for inputs in _variants(part, case, known, torch_dtype):
-                ref64 = exact[part.name](inputs)
-                known |= {name: value.to(torch_dtype) for name, value in ref64.items()}
-                known["lengths"] = inputs["lengths"]
-                if part.name not in executors:
-                    continue
-                yield from _compare(part, case, dtype, executors[part.name], inputs, ref64, low[part.name](inputs))
-
-
-def _variants(part: Part, case: Case, known: dict[str, Tensor], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Yield the inputs of a case, once for every value of a one-element selector such as ``digit``."""
-    inputs = draw_inputs(part.signature, case, known, dtype)
-    selectors = [spec for spec in part.signature.inputs if spec.shape == (1,) and isinstance(spec.limit, int)]
-    if not selectors:
-        yield inputs
-        return
-    selector = selectors[0]
-    assert isinstance(selector.limit, int)
-    for value in range(selector.limit):
-        yield {**inputs, selector.name: torch.full_like(inputs[selector.name], value)}
-
-
-def _compare(
-    part: Part,
-    case: Case,
-    dtype: str,
-    executor: Executor,
-    inputs: dict[str, Tensor],
-    ref64: dict[str, Tensor],
-    ref_lo: dict[str, Tensor],
-) -> Iterator[Check]:
-    subject = f"{executor.name}, batch {case.batch}, length {case.length}"
-    if "digit" in inputs:
-        subject += f", digit {int(inputs['digit'])}"
-    try:
-        outputs = executor(inputs)
-    except Exception as error:  # whatever the executor raises is the finding
-        yield Check("parity", part.name, dtype, subject, False, _sentence(error))
-        return
-    for name, out in outputs.items():
-        found = deviation(out, ref64[name], ref_lo[name], DTYPES[dtype])
-        figures = {
-            "rms": found.rms,
-            "rms_allowed": found.rms_allowed,
-            "max": found.max,
-            "max_allowed": found.max_allowed,
-            "share": found.share,
-            "worst_index": list(found.worst_index),
-        }
-        detail = ""
-        if not found.ok:
-            detail = (
-                f"{name} is {found.rms:.2e} (rms) and {found.max:.2e} (max, at {list(found.worst_index)}) from "
-                f"float64; {found.rms_allowed:.2e} and {found.max_allowed:.2e} are allowed"
-            )
-        yield Check("parity", part.name, dtype, f"{subject}, {name}", found.ok, detail, figures)
 
 
 def _check_engine(bundle: Bundle, path: Path) -> Check:
@@ -243,7 +169,3 @@ def _chosen_lengths(wanted: Sequence[int] | None, manifests: Sequence[Path]) -> 
             continue  # reported by its own check
     longest = max(built, default=_DEFAULT_LONGEST)
     return tuple(sorted({1, longest // 3 | 1, longest}))
-
-
-def _sentence(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,134 @@
+"""Every part at one length, model against exported file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from validate.executors import DTYPES, Executor
+from validate.inputs import Case, cases, draw_inputs
+from validate.report import Check
+from validate.tolerance import deviation
+from zoo.models.parts import Part
+
+
+@dataclass
+class _Sample:
+    """All values of one output that were compared at one length, case by case."""
+
+    cases: list[Case] = field(default_factory=list)
+    out: list[Tensor] = field(default_factory=list)
+    ref64: list[Tensor] = field(default_factory=list)
+    ref_lo: list[Tensor] = field(default_factory=list)
+
+
+def check_parity(
+    parts: Sequence[Part],
+    exact: Mapping[str, Executor],
+    low: Mapping[str, Executor],
+    executors: Mapping[str, Executor],
+    dtype: str,
+    length: int,
+    seed: int,
+) -> Iterator[Check]:
+    """Compare every part at one length; floating inputs of later parts are the outputs of earlier ones.
+
+    The norms of the tolerance rule run over all cases of the length together. A part has one check for each output
+    (and each value of a selector such as ``digit``), and one for each case that could not be run.
+    """
+    torch_dtype = DTYPES[dtype]
+    samples: dict[tuple[str, str], _Sample] = {}
+    for case in cases(length, seed=seed + 1000 * length):
+        known: dict[str, Tensor] = {}
+        for part in parts:
+            for label, inputs in _variants(part, case, known, torch_dtype):
+                ref64 = exact[part.name](inputs)
+                known |= {name: value.to(torch_dtype) for name, value in ref64.items()}
+                known["lengths"] = inputs["lengths"]
+                if part.name not in executors:
+                    continue
+                try:
+                    outputs = executors[part.name](inputs)
+                except Exception as error:  # whatever the executor raises is the finding
+                    subject = f"{executors[part.name].name}, {_named(case)}{label}"
+                    yield Check("parity", part.name, dtype, subject, False, sentence(error))
+                    continue
+                ref_lo = low[part.name](inputs)
+                for name, out in outputs.items():
+                    sample = samples.setdefault((part.name, name + label), _Sample())
+                    sample.cases.append(case)
+                    sample.out.append(out)
+                    sample.ref64.append(ref64[name])
+                    sample.ref_lo.append(ref_lo[name])
+    for (part_name, output), sample in samples.items():
+        yield _judge(sample, part_name, output, executors[part_name].name, dtype, length)
+
+
+def sentence(error: Exception) -> str:
+    """Return an error of any origin on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _variants(
+    part: Part, case: Case, known: dict[str, Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the inputs of a case, once for every value of a one-element selector such as ``digit``, with a label."""
+    inputs = draw_inputs(part.signature, case, known, dtype)
+    selectors = [spec for spec in part.signature.inputs if spec.shape == (1,) and isinstance(spec.limit, int)]
+    if not selectors:
+        yield "", inputs
+        return
+    selector = selectors[0]
+    assert isinstance(selector.limit, int)
+    for value in range(selector.limit):
+        chosen = torch.full_like(inputs[selector.name], value)
+        yield f", {selector.name} {value}", {**inputs, selector.name: chosen}
+
+
+def _judge(sample: _Sample, part: str, output: str, executor: str, dtype: str, length: int) -> Check:
+    subject = f"{executor}, length {length}, {len(sample.cases)} batches, {output}"
+    for case, out, ref64 in zip(sample.cases, sample.out, sample.ref64, strict=True):
+        if out.shape != ref64.shape:
+            detail = f"{output} has shape {list(out.shape)} for {_named(case)}; {list(ref64.shape)} is right"
+            return Check("parity", part, dtype, subject, False, detail)
+    out, ref64, ref_lo = (_joined(tensors) for tensors in (sample.out, sample.ref64, sample.ref_lo))
+    found = deviation(out, ref64, ref_lo, DTYPES[dtype])
+    case, index = _place(sample, found.worst_index[0] if found.worst_index else 0)
+    figures = {
+        "values": sum(out.numel() for out in sample.out),
+        "rms": found.rms,
+        "rms_allowed": found.rms_allowed,
+        "max": found.max,
+        "max_allowed": found.max_allowed,
+        "share": found.share,
+        "worst_batch": case.batch,
+        "worst_seed": case.seed,
+        "worst_index": index,
+    }
+    detail = ""
+    if not found.ok:
+        detail = (
+            f"{output} is {found.rms:.2e} (rms) and {found.max:.2e} (max, at {index} of {_named(case)}) from float64; "
+            f"{found.rms_allowed:.2e} and {found.max_allowed:.2e} are allowed"
+        )
+    return Check("parity", part, dtype, subject, found.ok, detail, figures)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _place(sample: _Sample, position: int) -> tuple[Case, list[int]]:
+    """Return the case and the index within its output of a position in the concatenated values."""
+    for case, out in zip(sample.cases, sample.out, strict=True):
+        if position < out.numel():
+            return case, [int(i) for i in torch.unravel_index(torch.tensor(position), out.shape)]
+        position -= out.numel()
+    return sample.cases[-1], []
+
+
+def _named(case: Case) -> str:
+    return f"batch {case.batch}, length {case.length}, seed {case.seed}"
