@@ -71,6 +71,7 @@ def demo(
     with timed("validate", "compare the exported graphs with the model, check every engine"):
         report = verbs.validate(bundle)
 
+    failed = [check for check in report.checks if not check.ok]
     summary = {
         "ok": report.ok,
         "seconds": {**seconds, "total": round(sum(seconds.values()), 1)},
@@ -78,7 +79,11 @@ def demo(
         "quality": quality.to_json(),
         "exported": [{"part": part.part, "dtype": part.dtype, "bytes": part.size} for part in exported],
         "engines": [record.to_json() for record in engines],
-        "parity": {"checks": len(report.checks), "failed": sum(not check.ok for check in report.checks)},
+        "parity": {
+            "checks": len(report.checks),
+            "failed": [f"{check.part} {check.dtype}, {check.subject}: {check.detail}" for check in failed],
+            "not_run": report.not_run,
+        },
         "paths": {
             "bundle": str(bundle_path),
             "loss_curve": str(bundle_path / "training/loss.png"),

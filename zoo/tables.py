@@ -88,7 +88,7 @@ def demo(summary: Mapping[str, Any]) -> Group:
     stages = _table("Stages", left=("stage", "result"), right=("seconds",))
     seconds = summary["seconds"]
     parity = summary["parity"]
-    verdict = "[green]all passed[/]" if summary["ok"] else f"[red]{parity['failed']} failed[/]"
+    verdict = "[green]all passed[/]" if summary["ok"] else f"[red]{len(parity['failed'])} failed[/]"
     results = {
         "data": f"{summary['dataset']['users']:,} users, {summary['dataset']['items']:,} items",
         "train": summary["paths"]["loss_curve"],
@@ -100,7 +100,13 @@ def demo(summary: Mapping[str, Any]) -> Group:
     for name, result in results.items():
         stages.add_row(name, result, f"{seconds[name]:.1f}")
     stages.add_row("[bold]in all[/]", summary["paths"]["bundle"], f"[bold]{seconds['total']:.1f}[/]")
-    return Group(stages, quality(summary["quality"]), engines(summary["engines"]))
+    closing = [f"[dim]not run: {escape(line)}[/]" for line in parity["not_run"]]
+    closing += [f"[red]failed: {escape(line)}[/]" for line in parity["failed"]]
+    closing.append(
+        f"{'All passed' if summary['ok'] else '[red]FAILED[/]'}; every check is in "
+        f"{summary['paths']['parity_report']}, this summary in {summary['paths']['summary']}"
+    )
+    return Group(stages, quality(summary["quality"]), engines(summary["engines"]), *closing)
 
 
 def quality(report: Mapping[str, Any]) -> Group:

@@ -299,7 +299,7 @@ def test_messages_hold_no_control_characters_of_the_file(tmp_path, write_atomic)
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"user": "item"}, '"item" .* taken as the user and the item, .*; name .*user_column=NAME or item_column=NAME'),
+        ({"user": "item"}, '"item" .* taken as the user and the item, .*; name .*--user-column NAME or --item-column NAME'),
         ({"item": "timestamp"}, '"timestamp" .* the item and the timestamp'),
         ({"user": "user", "timestamp": "user"}, '"user" .* the user and the timestamp'),
     ],

@@ -194,7 +194,9 @@ def _column(path: Path, table: pl.DataFrame, role: str, chosen: str | None, usua
     listed = ", ".join(_printable(name[:40]) for name in table.columns[:12])
     listed += ", ..." if len(table.columns) > 12 else ""
     asked = " or ".join(f'"{name}"' for name in wanted)
-    raise DataError(f"{path} has no {role} column {asked}, it has {listed}; name the right one with {role}_column=NAME")
+    raise DataError(
+        f"{path} has no {role} column {asked}, it has {listed}; name the right one with --{role}-column NAME"
+    )
 
 
 def _refuse_one_column_for_two(path: Path, names: dict[str, str]) -> None:
@@ -203,7 +205,7 @@ def _refuse_one_column_for_two(path: Path, names: dict[str, str]) -> None:
         if len(roles) > 1:
             raise ConfigError(
                 f'the column "{name}" of {path} is taken as the {" and the ".join(roles)}, but each is a column of its '
-                f"own; name another one with {' or '.join(f'{role}_column=NAME' for role in roles)}"
+                f"own; name another one with {' or '.join(f'--{role}-column NAME' for role in roles)}"
             )
 
 

@@ -76,8 +76,8 @@ def draw_curve(log: Path, path: Path, title: str) -> None:
         right.set_ylabel("Recall@10")
         right.set_ylim(bottom=0)
         handles, labels = [*handles, line], [*labels, line.get_label()]
-    axis.legend(handles, labels, loc="upper center", ncols=2, frameon=False)
-    axis.set_title(title)
+    axis.set_title(title, pad=28)
+    axis.legend(handles, labels, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     figure.tight_layout()
     with files.replacing(path) as temporary:
         figure.savefig(temporary, format="png")

@@ -152,10 +152,11 @@ class _Run:
         try:
             with _stop_after_this_step() as stop, _bar(self.plan.steps, self.state.step, show) as tell:
                 while self.state.step < self.plan.steps:
-                    self._step(next(batches), tell)
+                    loss = self._step(next(batches))
                     step = self.state.step
                     if self.plan.eval_every and (step % self.plan.eval_every == 0 or step == self.plan.steps):
                         self._validate()
+                    tell(step, self._status(loss))
                     if step % self.plan.checkpoint_every == 0 or step == self.plan.steps or stop.is_set():
                         self._checkpoint()
                     if stop.is_set():
@@ -199,7 +200,7 @@ class _Run:
         """The model that is validated and kept: the average of the weights where the recipe has one."""
         return self.model if self.average is None else cast(GBLA, self.average.module)
 
-    def _step(self, batch: Batch, tell: Any) -> None:
+    def _step(self, batch: Batch) -> float:
         started = time.perf_counter()
         rate = self.plan.learning_rate(self.state.step)
         for group in self.optimizer.param_groups:
@@ -225,10 +226,7 @@ class _Run:
             grad_norm=float(norm),
             examples_per_second=speed,
         )
-        tell(
-            self.state.step,
-            f"loss {loss.item():.3f}  lr {rate:.1e}  best Recall@10 {max(self.state.best_metric, 0):.4f}",
-        )
+        return loss.item()
 
     def _diverged(self, what: str, value: float) -> TrainingError:
         """Name what is not finite and where the last good state is; no weight has been changed by it."""
@@ -238,6 +236,10 @@ class _Run:
         return TrainingError(
             f"the {what} is {value} at step {self.state.step + 1}; {kept}: lower peak_lr or grad_clip in another --out"
         )
+
+    def _status(self, loss: float) -> str:
+        best = f"{self.state.best_metric:.4f}" if self.state.best_metric >= 0 else "not yet validated"
+        return f"loss {loss:.3f}  lr {self.plan.learning_rate(self.state.step - 1):.1e}  best Recall@10 {best}"
 
     def _loss(self, batch: Batch) -> Tensor:
         bf16 = self.plan.precision == "bf16" or (self.plan.precision == "auto" and self.device.type == "cuda")
