@@ -153,7 +153,7 @@ def test_missing_values_are_null_and_are_not_dropped_here(write_atomic):
 def test_a_missing_column_names_those_that_are_there(write_atomic):
     path = write_atomic(ROWS, "user_id:token movie:token timestamp:float")
     with pytest.raises(
-        DataError, match=r'no item column "item_id" or "item", it has user_id, movie, timestamp; .*item_'
+        DataError, match=r'no item column "item_id" or "item", it has user_id, movie, timestamp; .*--item-column'
     ):
         read(path)
     with pytest.raises(DataError, match=r'no user column "customer"'):
@@ -299,7 +299,10 @@ def test_messages_hold_no_control_characters_of_the_file(tmp_path, write_atomic)
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"user": "item"}, '"item" .* taken as the user and the item, .*; name .*--user-column NAME or --item-column NAME'),
+        (
+            {"user": "item"},
+            '"item" .* taken as the user and the item, .*; name .*--user-column NAME or --item-column NAME',
+        ),
         ({"item": "timestamp"}, '"timestamp" .* the item and the timestamp'),
         ({"user": "user", "timestamp": "user"}, '"user" .* the user and the timestamp'),
     ],
