@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from zoo.errors import ConfigError
+from zoo.files import cache_folder
 
 _CORE = "libtensorrt_rtx.so"
 _CORE_SHIPPED = "libtensorrt_rtx.so.1"
@@ -60,11 +61,9 @@ def installed_folder() -> Path | None:
 
 def _link_folder(libraries: Path) -> Path:
     """Return a folder with the symlinks: in the cache if it can be written, else one for this process alone."""
-    configured = os.environ.get("TRT_ZOO_CACHE")
     key = hashlib.sha256(str(libraries).encode()).hexdigest()[:16]
     try:
-        cache = Path(configured).expanduser() if configured else Path.home() / ".cache" / "trt-zoo"
-        return _filled(cache / "tensorrt-rtx" / key, libraries)
+        return _filled(cache_folder() / "tensorrt-rtx" / key, libraries)
     except (OSError, RuntimeError):  # RuntimeError: no home folder
         private = Path(tempfile.mkdtemp(prefix="trt-zoo-"))
         atexit.register(shutil.rmtree, private, ignore_errors=True)

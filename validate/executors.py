@@ -17,8 +17,6 @@ from validate.bf16 import hold_bf16_in_fp32
 from zoo.models.parts import Part
 from zoo.signature import Signature
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 class Executor(Protocol):
     """Anything that runs one part."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from validate.executors import DTYPES, Executor
+from export.onnx_export import DTYPES
+from validate.executors import Executor
 from validate.inputs import Case, cases, draw_inputs
 from validate.report import Check
 from validate.tolerance import deviation

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from engines.manifest import check_manifest, load_manifest
+from export.onnx_export import DTYPES
 from export.weights import compare_weights
-from validate.executors import DTYPES, Executor, OrtExecutor, TorchExecutor
+from validate.executors import Executor, OrtExecutor, TorchExecutor
 from validate.parity import check_parity, sentence
 from validate.report import Check, Report
 from zoo import files

@@ -15,6 +15,12 @@ from typing import Any
 from zoo.errors import BusyError, ConfigError
 
 
+def cache_folder() -> Path:
+    """Return the folder for downloads and prepared data: ``$TRT_ZOO_CACHE``, or ``~/.cache/trt-zoo``."""
+    configured = os.environ.get("TRT_ZOO_CACHE")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "trt-zoo"
+
+
 @contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success fsync it and rename it over ``path``, on failure remove it.

@@ -7,9 +7,10 @@
 from zoo.data.dataset import Dataset, Split, load_dataset
 from zoo.data.preparing import prepare
 from zoo.data.semantic_ids import SemanticIds, residual_kmeans
-from zoo.data.sources import SOURCES, cache_folder, fetch_source
+from zoo.data.sources import SOURCES, fetch_source
 from zoo.data.summary import describe
 from zoo.data.trie import Trie
+from zoo.files import cache_folder
 
 __all__ = [
     "SOURCES",

@@ -10,10 +10,10 @@ import numpy as np
 from zoo.data.dataset import Dataset, load_dataset, read_manifest, write_dataset
 from zoo.data.semantic_ids import check_sizes, residual_kmeans
 from zoo.data.settings import check_seed
-from zoo.data.sources import SOURCES, Progress, cache_folder, fetch_source
+from zoo.data.sources import SOURCES, Progress, fetch_source
 from zoo.data.text import Embedding, check_embedding, embed_items
 from zoo.errors import ConfigError, DataError
-from zoo.files import sha256_of
+from zoo.files import cache_folder, sha256_of
 
 BUILD = 2
 """Raised when the same inputs give another dataset, so that datasets of an older zoo are made again."""

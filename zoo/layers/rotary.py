@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zoo.kernels.ragged import accumulation_dtype
+
 
 def rotate(x_BHLD: Tensor, positions_L: Tensor, base: float = 10_000.0) -> Tensor:
     """Rotate ``x`` [B, H, L, D] by its positions.
@@ -17,7 +19,7 @@ def rotate(x_BHLD: Tensor, positions_L: Tensor, base: float = 10_000.0) -> Tenso
     Returns:
         The same shape and dtype. Angles are float32 (float64 for float64 input) whatever the dtype of ``x``.
     """
-    dtype = torch.float64 if x_BHLD.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(x_BHLD.dtype)
     half = x_BHLD.shape[-1] // 2
     frequencies = base ** (-torch.arange(half, dtype=dtype, device=x_BHLD.device) / half)
     angles = positions_L.to(dtype).unsqueeze(-1) * frequencies
