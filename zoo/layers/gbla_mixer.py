@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.kernels import causal_short_conv, gated_bidirectional_linear_attention
 from zoo.kernels.gated_bidirectional_linear_attention import PackedLayout
-from zoo.kernels.ragged import accumulation_dtype, valid_positions
+from zoo.layers.causal_linear_attention import causal_gated_linear_attention
 
 
 class GatedBidirectionalLinearAttention(nn.Module):
@@ -23,7 +22,7 @@ class GatedBidirectionalLinearAttention(nn.Module):
         conv_width: taps of the short convolution; 0 for none.
         key_gate: weigh keys by a softmax over the sequence.
         gated_norm: finish with RMSNorm(O) * SiLU(R).
-        causal: let position i see only j <= i (ablation; quadratic, standard ops only).
+        causal: let position i see only j <= i (ablation; standard ops only).
         eps: of the RMSNorm.
     """
 
@@ -80,40 +79,3 @@ class GatedBidirectionalLinearAttention(nn.Module):
                 gated_norm=self.layout.gated_norm,
             )
         return self.out(y_BLE)
-
-
-def causal_gated_linear_attention(
-    packed_BLP: Tensor, norm_weight_HD: Tensor, lengths_B: Tensor, layout: PackedLayout, eps: float
-) -> Tensor:
-    """Return the causal twin of the bidirectional op: sums run over j <= i only.
-
-    For ablations. It forms the [B, H, L, L] weights, so time and memory are quadratic in L, in float32.
-    """
-    dtype = accumulation_dtype(packed_BLP.dtype)
-    length = packed_BLP.shape[1]
-    valid_BL = valid_positions(lengths_B, length)
-    packed = packed_BLP.to(dtype).masked_fill(~valid_BL.unsqueeze(-1), 0)
-
-    def heads(offset: int) -> Tensor:
-        part = packed[..., offset : offset + layout.inner]
-        return part.unflatten(-1, (layout.num_heads, layout.head_dim)).transpose(1, 2)
-
-    q, k, v = heads(layout.query), heads(layout.key), heads(layout.value)
-    weights_BHLL = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
-    positions = torch.arange(length, device=packed.device)
-    visible_LL = positions.unsqueeze(0) <= positions.unsqueeze(1)
-    if layout.key_gate_logit is not None:
-        logits_BHL = packed[..., layout.key_gate_logit : layout.used_width].transpose(1, 2)
-        # The running maximum, written as a masked maximum: cummax has no ONNX translation.
-        logits_BHLL = logits_BHL.unsqueeze(2).masked_fill(~visible_LL, -torch.inf)
-        running_max_BHL1 = logits_BHLL.amax(-1, keepdim=True) if length > 0 else logits_BHL.unsqueeze(3)
-        gap_BHLL = (logits_BHL.unsqueeze(2) - running_max_BHL1).masked_fill(~visible_LL, 0)
-        weights_BHLL = weights_BHLL * torch.exp(gap_BHLL)
-    weights_BHLL = weights_BHLL.masked_fill(~visible_LL, 0)
-    total_BHL1 = weights_BHLL.sum(-1, keepdim=True)
-    y_BHLD = (weights_BHLL @ v) / torch.where(total_BHL1 > 0, total_BHL1, torch.ones_like(total_BHL1))
-    if layout.residual_gate is not None:
-        y_BHLD = y_BHLD * torch.rsqrt(y_BHLD.square().mean(-1, keepdim=True) + eps)
-        y_BHLD = y_BHLD * norm_weight_HD.to(dtype).unsqueeze(1) * F.silu(heads(layout.residual_gate))
-    y_BLE = y_BHLD.transpose(1, 2).flatten(2).masked_fill(~valid_BL.unsqueeze(-1), 0)
-    return y_BLE.to(packed_BLP.dtype)
