@@ -1,0 +1,333 @@
+"""Launch parameters of the Triton kernels, and the functions that launch them.
+
+The parameters are a table, not a search: they depend on head width, element size and compute capability, and how far a
+row is split depends on the number of rows, heads, positions and multiprocessors. No length is ever tuned while serving,
+and the tests run every entry that the table can give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zoo.kernels.gated_bidirectional_linear_attention.packing import PackedLayout
+from zoo.kernels.launch import TRITON_TYPE, Choice, KernelBuild, capability, choose_triton, multiprocessors
+
+HEAD_DIMS = (16, 32, 64, 128)
+_TMA_CAPABILITY = 90
+_TMA_ALIGNMENT = 16
+_LARGEST_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How one kernel walks its tiles.
+
+    Attributes:
+        block_l: positions a tile.
+        num_warps: warps a program.
+        num_stages: tiles in flight.
+        tiles: tiles that a program should have at least, before a row is split further.
+        tma: load tiles through the tensor memory accelerator (compute capability 9.0 and up).
+    """
+
+    block_l: int
+    num_warps: int
+    num_stages: int
+    tiles: int
+    tma: bool = False
+
+
+class State(NamedTuple):
+    """What the keys and values of a row and head amount to; the names are those of ``triton_forward``."""
+
+    values: Tensor
+    """V [B, H, D, D] in the dtype of the projection: a weighted mean of the values for every key column."""
+    log_z: Tensor
+    """l [B, H, D] float32."""
+    shift: Tensor
+    """max_d m_d [B, H] float32."""
+
+
+def choose(packed: Tensor, layout: PackedLayout) -> Choice:
+    """Return whether the Triton kernels take this projection, and why."""
+    return choose_for(packed.device, packed.dtype, layout.head_dim)
+
+
+def choose_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:
+    """Return whether the Triton kernels take this device, dtype and head width, and why."""
+    choice = choose_triton(device, dtype)
+    if choice.ok and head_dim not in HEAD_DIMS:
+        return Choice(False, f"head width {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
+    return choice
+
+
+def forward_config(kernel: str, head_dim: int, dtype: torch.dtype, capability: int) -> TileConfig:
+    """Return the parameters of ``reduce`` or ``apply``."""
+    table = _FORWARD if capability >= _TMA_CAPABILITY else _FORWARD_OLDER
+    return table[kernel, head_dim, dtype.itemsize]
+
+
+def backward_config(kernel: str, head_dim: int, dtype: torch.dtype, capability: int) -> TileConfig:
+    """Return the parameters of ``queries`` or ``keys``, the two passes of the backward."""
+    table = _BACKWARD if capability >= _TMA_CAPABILITY else _BACKWARD_OLDER
+    return table[kernel, head_dim, 4 if dtype == torch.float16 else dtype.itemsize]
+
+
+_FORWARD = {
+    ("reduce", 16, 2): TileConfig(128, 4, 3, tiles=4),
+    ("reduce", 32, 2): TileConfig(128, 4, 3, tiles=4),
+    ("reduce", 64, 2): TileConfig(64, 4, 3, tiles=8, tma=True),
+    ("reduce", 128, 2): TileConfig(64, 8, 3, tiles=8, tma=True),
+    ("reduce", 16, 4): TileConfig(64, 4, 2, tiles=4),
+    ("reduce", 32, 4): TileConfig(64, 4, 2, tiles=4),
+    ("reduce", 64, 4): TileConfig(32, 4, 2, tiles=8),
+    ("reduce", 128, 4): TileConfig(32, 8, 2, tiles=8),
+    ("apply", 16, 2): TileConfig(128, 4, 3, tiles=4),
+    ("apply", 32, 2): TileConfig(128, 4, 3, tiles=4),
+    ("apply", 64, 2): TileConfig(64, 4, 3, tiles=8, tma=True),
+    ("apply", 128, 2): TileConfig(64, 8, 3, tiles=8, tma=True),
+    ("apply", 16, 4): TileConfig(64, 4, 2, tiles=4),
+    ("apply", 32, 4): TileConfig(64, 4, 2, tiles=4),
+    ("apply", 64, 4): TileConfig(32, 4, 2, tiles=8),
+    ("apply", 128, 4): TileConfig(32, 8, 2, tiles=8),
+}
+_BACKWARD = {
+    ("queries", 16, 2): TileConfig(64, 4, 2, tiles=8),
+    ("queries", 32, 2): TileConfig(64, 4, 2, tiles=8),
+    ("queries", 64, 2): TileConfig(64, 4, 2, tiles=8, tma=True),
+    ("queries", 128, 2): TileConfig(64, 8, 2, tiles=8, tma=True),
+    ("queries", 16, 4): TileConfig(32, 4, 2, tiles=8),
+    ("queries", 32, 4): TileConfig(32, 4, 2, tiles=8),
+    ("queries", 64, 4): TileConfig(32, 4, 1, tiles=8),
+    ("queries", 128, 4): TileConfig(16, 8, 1, tiles=8),
+    ("keys", 16, 2): TileConfig(64, 4, 2, tiles=8),
+    ("keys", 32, 2): TileConfig(64, 4, 2, tiles=8),
+    ("keys", 64, 2): TileConfig(64, 4, 2, tiles=8, tma=True),
+    ("keys", 128, 2): TileConfig(64, 8, 2, tiles=8, tma=True),
+    ("keys", 16, 4): TileConfig(32, 4, 2, tiles=8),
+    ("keys", 32, 4): TileConfig(32, 4, 2, tiles=8),
+    ("keys", 64, 4): TileConfig(32, 4, 1, tiles=8),
+    ("keys", 128, 4): TileConfig(16, 8, 1, tiles=8),
+}
+
+
+def _without_tma(table: dict[tuple[str, int, int], TileConfig]) -> dict[tuple[str, int, int], TileConfig]:
+    """Return a table for GPUs with no tensor memory accelerator and less shared memory."""
+    return {
+        key: TileConfig(min(c.block_l, 64), c.num_warps, min(c.num_stages, 2), c.tiles) for key, c in table.items()
+    }
+
+
+_FORWARD_OLDER = _without_tma(_FORWARD)
+_BACKWARD_OLDER = _without_tma(_BACKWARD)
+_PROGRAMS_PER_MULTIPROCESSOR = 32
+_COMBINE_COLUMNS = 32
+_COMBINE_STAGES = 3
+
+
+def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: TileConfig | None = None) -> State:
+    """Return the state of every row and head of ``packed`` [B, L, P]; zeros for empty rows."""
+    from zoo.kernels.gated_bidirectional_linear_attention.triton_forward import combine_kernel, reduce_kernel
+
+    packed = _columns_together(packed)
+    batch, length, _ = packed.shape
+    heads, dim = layout.num_heads, layout.head_dim
+    config = config or forward_config("reduce", dim, packed.dtype, capability(packed.device))
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": packed.device}
+    state = State(
+        torch.empty(batch, heads, dim, dim, dtype=packed.dtype, device=packed.device),
+        torch.empty(batch, heads, dim, **float32),
+        torch.empty(batch, heads, **float32),
+    )
+    if batch == 0:
+        return state
+    splits, chunk = _split(batch * heads, length, config, packed.device)
+    part_kv = torch.empty(batch, heads, splits, dim, dim, **float32) if splits > 1 else state.log_z
+    part_z, part_max = torch.empty(2, batch, heads, splits, dim, **float32) if splits > 1 else (state.log_z,) * 2
+    desc = _descriptor(packed, config, dim)
+    with _on_device(packed):
+        reduce_kernel[(batch * heads * splits,)](
+            packed, desc, lengths, *state, part_kv, part_z, part_max,
+            length, heads, splits, chunk, packed.stride(0), packed.stride(1),
+            layout.key, layout.value, layout.key_gate_logit or 0,
+            D=dim, BLOCK_L=config.block_l, KEY_GATE=layout.key_gate, TMA=desc is not packed, FINAL=splits == 1,
+            PRECISION=_precision(packed.dtype), STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
+        if splits > 1:
+            columns = min(_COMBINE_COLUMNS, dim)
+            combine_kernel[(batch * heads * (dim // columns),)](
+                part_kv, part_z, part_max, *state, splits,
+                D=dim, COLUMNS=columns, STAGES=_COMBINE_STAGES, num_warps=4,
+            )  # fmt: skip
+    return state
+
+
+def apply_state(
+    packed: Tensor,
+    norm_weight: Tensor,
+    lengths: Tensor,
+    state: State,
+    layout: PackedLayout,
+    eps: float,
+    config: TileConfig | None = None,
+) -> Tensor:
+    """Return Y [B, L, H * D] in the dtype of ``packed``, zero at padded positions."""
+    from zoo.kernels.gated_bidirectional_linear_attention.triton_forward import apply_kernel
+
+    packed, norm_weight = _columns_together(packed), norm_weight.contiguous()
+    batch, length, _ = packed.shape
+    heads, dim = layout.num_heads, layout.head_dim
+    config = config or forward_config("apply", dim, packed.dtype, capability(packed.device))
+    out = torch.empty(batch, length, heads * dim, dtype=packed.dtype, device=packed.device)
+    if out.numel() == 0:
+        return out
+    tiles, blocks = _tiles(batch * heads, length, config, packed.device)
+    desc = _descriptor(packed, config, dim)
+    with _on_device(packed):
+        apply_kernel[(batch * heads * blocks,)](
+            packed, desc, lengths, state.values, state.log_z, norm_weight, out,
+            length, heads, blocks, packed.stride(0), packed.stride(1), layout.query, layout.residual_gate or 0, eps,
+            D=dim, BLOCK_L=config.block_l, TILES=tiles, GATED_NORM=layout.gated_norm, TMA=desc is not packed,
+            PRECISION=_precision(packed.dtype), STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
+    return out
+
+
+def backward(
+    grad: Tensor,
+    packed: Tensor,
+    norm_weight: Tensor,
+    lengths: Tensor,
+    state: State,
+    layout: PackedLayout,
+    eps: float,
+    queries_config: TileConfig | None = None,
+    keys_config: TileConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``packed`` [B, L, P] and ``norm_weight`` [H, D]; deterministic.
+
+    Args:
+        grad: [B, L, H * D], gradient of Y.
+        packed: as in the forward.
+        norm_weight: as in the forward.
+        lengths: as in the forward.
+        state: what ``reduce_state`` returned.
+        layout: as in the forward.
+        eps: as in the forward.
+        queries_config: parameters of the pass over queries; default: the table's.
+        keys_config: parameters of the pass over keys; default: the table's.
+    """
+    from zoo.kernels.gated_bidirectional_linear_attention.triton_backward import (
+        backward_combine_kernel,
+        backward_keys_kernel,
+        backward_queries_kernel,
+    )
+
+    packed, grad, norm_weight = _columns_together(packed), grad.contiguous(), norm_weight.contiguous()
+    batch, length, width = packed.shape
+    heads, dim, device = layout.num_heads, layout.head_dim, packed.device
+    grad_packed = torch.empty(batch, length, width, dtype=packed.dtype, device=device)
+    if grad_packed.numel() == 0:
+        return grad_packed, torch.zeros_like(norm_weight)
+    grad = grad.to(packed.dtype)
+    dot = torch.bfloat16 if packed.dtype == torch.bfloat16 else torch.float32
+    dot_precision = "tf32" if packed.dtype == torch.float16 else "ieee"
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    config = queries_config or backward_config("queries", dim, packed.dtype, capability(device))
+    splits, chunk = _split(batch * heads, length, config, device)
+    part_state = torch.empty(batch, heads, splits, dim, dim, **float32)
+    part_z = torch.empty(batch, heads, splits, dim, **float32)
+    part_weight = torch.empty(batch, heads, splits, dim, **float32) if layout.gated_norm else part_z
+    grad_state = torch.empty(batch, heads, dim, dim, dtype=dot, device=device)
+    grad_z = torch.empty(batch, heads, dim, **float32)
+    desc = _descriptor(packed, config, dim)
+    grad_desc = _descriptor(grad, config, dim) if desc is not packed else grad
+    tma = desc is not packed and grad_desc is not grad
+    with _on_device(packed):
+        backward_queries_kernel[(batch * heads * splits,)](
+            grad, grad_desc if tma else grad, packed, desc if tma else packed, lengths, state.values, state.log_z,
+            norm_weight, grad_packed, part_state, part_z, part_weight,
+            length, heads, splits, chunk, grad.stride(0), grad.stride(1), packed.stride(0), packed.stride(1), width,
+            layout.query, layout.residual_gate or 0, eps,
+            D=dim, BLOCK_L=config.block_l, GATED_NORM=layout.gated_norm, TMA=tma, PRECISION=_precision(packed.dtype),
+            DOT=_triton_dtype(dot), DOT_PRECISION=dot_precision, STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
+        columns = min(_COMBINE_COLUMNS, dim)
+        backward_combine_kernel[(batch * heads * (dim // columns),)](
+            part_state, part_z, grad_state, grad_z, splits,
+            D=dim, COLUMNS=columns, STAGES=_COMBINE_STAGES, num_warps=4,
+        )  # fmt: skip
+        config = keys_config or backward_config("keys", dim, packed.dtype, capability(device))
+        tiles, blocks = _tiles(batch * heads, length, config, device)
+        desc = _descriptor(packed, config, dim)
+        backward_keys_kernel[(batch * heads * blocks,)](
+            packed, desc, lengths, state.log_z, state.shift, grad_state, grad_z, grad_packed,
+            length, heads, blocks, packed.stride(0), packed.stride(1), width, layout.used_width,
+            layout.key, layout.value, layout.key_gate_logit or 0,
+            D=dim, BLOCK_L=config.block_l, TILES=tiles, KEY_GATE=layout.key_gate, TMA=desc is not packed,
+            DOT=_triton_dtype(dot), DOT_PRECISION=dot_precision, STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
+    if not layout.gated_norm:
+        return grad_packed, torch.zeros_like(norm_weight)
+    return grad_packed, part_weight.sum((0, 2)).to(norm_weight.dtype)
+
+
+def _split(pairs: int, length: int, config: TileConfig, device: torch.device) -> tuple[int, int]:
+    """Return into how many chunks each row is split, and the positions of a chunk."""
+    tiles = max(1, -(-length // config.block_l))
+    wanted = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // pairs)
+    splits = max(1, min(wanted, tiles // config.tiles))
+    tiles_each = -(-tiles // splits)
+    return -(-tiles // tiles_each), tiles_each * config.block_l
+
+
+def _tiles(pairs: int, length: int, config: TileConfig, device: torch.device) -> tuple[int, int]:
+    """Return how many tiles a program takes (a power of two, as it is compiled in), and the programs of a row."""
+    tiles = -(-length // config.block_l)
+    each = config.tiles
+    while each > 1 and pairs * -(-tiles // each) < 4 * multiprocessors(device):
+        each //= 2
+    return each, -(-tiles // each)
+
+
+def _columns_together(x: Tensor) -> Tensor:
+    """Return ``x`` with neighbouring columns adjacent in memory; other strides are free."""
+    return x if x.stride(-1) == 1 and all(stride >= 0 for stride in x.stride()) else x.contiguous()
+
+
+def _descriptor(x: Tensor, config: TileConfig, dim: int) -> Any:
+    """Return a tensor-memory descriptor of ``x`` [B, L, P] as [B * L, P], or ``x`` itself where one cannot be had."""
+    batch, length, width = x.shape
+    fits = (
+        config.tma
+        and (batch == 1 or x.stride(0) == length * x.stride(1))
+        and x.data_ptr() % _TMA_ALIGNMENT == 0
+        and x.stride(1) * x.element_size() % _TMA_ALIGNMENT == 0
+        and batch * length <= _LARGEST_INT32
+        and length > 0
+    )
+    if not fits:
+        return x
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, [batch * length, width], [x.stride(1), 1], [config.block_l, dim])
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
+
+
+def _on_device(x: Tensor) -> Any:
+    """Launch on the device of ``x``, whichever is current."""
+    return torch.cuda.device(x.device if x.is_cuda else -1)

@@ -1,0 +1,198 @@
+"""The backward kernels, one pass over queries and one over keys; the names are those of ``triton_forward``.
+
+With f^_d = f_d / den, so that O = sum_d f^_d V_d, and w^_jd = w_jd / z_d, so that V_d = sum_j w^_jd v_j:
+
+    dO   = rstd (g - n mean(g n))           n = O rstd, g = dY weight silu(r); dO = dY without the gated norm
+    G_d  = sum_i f^_id dO_i                 t_d = sum_i f^_id c_i, with c = -dO . O
+    dq   = (dO . V_d + c) exp(e(q) + l - c_max) / den
+    dw   = v_j . G_d + t_d
+    dv_j = sum_d w^_jd G_d                  dk = dw exp(s + e(k) - m_d) / z_d        ds_j = sum_d dw w^_jd
+
+The first pass writes dq and dr and sums G, t and the gradient of the norm weight; the second writes dk, dv and ds.
+With the gated norm c is -(g . n) rstd eps rstd: RMSNorm cancels the scale of O up to eps, and this form says so exactly
+where -dO . O would be a difference of equal numbers.
+
+Gradients can be far smaller than float16 reaches, so float16 operands of the gradient products are widened: DOT is the
+dtype that they take, bfloat16 for bfloat16 and float32 (as tf32) for float16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from zoo.kernels.gated_bidirectional_linear_attention.triton_forward import attend, query_weights
+from zoo.kernels.gated_bidirectional_linear_attention.triton_tiles import (
+    above_zero,
+    below_zero,
+    exp_below,
+    load_gate,
+    load_tile,
+    row_length,
+    sigmoid,
+    split_program,
+)
+
+
+@triton.jit
+def backward_queries_kernel(
+    grad, grad_desc, packed, desc, lengths, state, log_z, norm_weight, grad_packed, part_state, part_z, part_weight,
+    length, heads, splits, chunk, grad_stride_b, grad_stride_l, stride_b, stride_l, width, query_column, gate_column,
+    eps,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, DOT_PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write dq and dr of one chunk of one row and head, and the chunk's sums of G, t and the norm weight's gradient."""
+    head, split, row = split_program(heads, splits)
+    valid = row_length(lengths, row, length)
+    start = split * chunk
+    stop = tl.minimum(start + chunk, length)
+    end = tl.minimum(stop, valid)
+    columns = tl.arange(0, D)
+    pair = row.to(tl.int64) * heads + head
+    packed += row.to(tl.int64) * stride_b
+    grad += row.to(tl.int64) * grad_stride_b
+    grad_row = grad_packed + row.to(tl.int64) * length * width
+    query_column += head * D
+    gate_column += head * D
+    v_DD = tl.load(state + pair * D * D + columns[:, None] * D + columns[None, :])
+    l_D = tl.load(log_z + pair * D + columns)
+    v_dot_DD = tl.trans(v_DD).to(DOT)
+    if GATED_NORM:
+        weight_D = tl.load(norm_weight + head * D + columns).to(tl.float32)
+    state_DD = tl.zeros([D, D], tl.float32)
+    z_D = tl.zeros([D], tl.float32)
+    grad_weight_D = tl.zeros([D], tl.float32)
+    for t in tl.range(start, end, BLOCK_L, num_stages=STAGES):
+        rows = t + tl.arange(0, BLOCK_L)
+        q_LD = load_tile(packed, desc, row * length, t, end, stride_l, query_column, D, BLOCK_L, TMA, True)
+        grad_LD = load_tile(grad, grad_desc, row * length, t, end, grad_stride_l, head * D, D, BLOCK_L, TMA, True)
+        grad_LD = grad_LD.to(tl.float32)
+        exp_LD, f_LD = query_weights(q_LD.to(tl.float32), l_D)
+        num_LD, den_L = attend(f_LD, v_DD, PRECISION)
+        target = grad_row + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        inside = (rows < stop)[:, None]
+        if GATED_NORM:
+            r_LD = load_tile(packed, desc, row * length, t, end, stride_l, gate_column, D, BLOCK_L, TMA, True)
+            r_LD = r_LD.to(tl.float32)
+            inverse_L = tl.rsqrt(tl.sum(num_LD * num_LD, 1) / D + eps * den_L * den_L)
+            normed_LD = num_LD * inverse_L[:, None]
+            sigmoid_LD = sigmoid(r_LD)
+            grad_silu_LD = grad_LD * sigmoid_LD
+            grad_weight_D += tl.sum(grad_silu_LD * r_LD * normed_LD, 0)
+            dr_LD = grad_silu_LD * (1.0 + r_LD * (1.0 - sigmoid_LD)) * normed_LD * weight_D[None, :]
+            tl.store(target + gate_column, dr_LD.to(grad_packed.dtype.element_ty), mask=inside)
+            g_LD = grad_silu_LD * r_LD * weight_D[None, :]
+            product_L = tl.sum(g_LD * normed_LD, 1)
+            rstd_L = inverse_L * den_L
+            do_LD = (g_LD - normed_LD * (product_L / D)[:, None]) * rstd_L[:, None]
+            c_L = -product_L * (eps * rstd_L * rstd_L)
+        else:
+            do_LD = grad_LD
+            c_L = -tl.sum(grad_LD * num_LD, 1) / den_L
+        do_lo_LD = do_LD.to(DOT)
+        reciprocal_L = 1.0 / den_L
+        df_LD = tl.dot(do_lo_LD, v_dot_DD, input_precision=DOT_PRECISION) + c_L[:, None]
+        dq_LD = df_LD * exp_LD * reciprocal_L[:, None]
+        tl.store(target + query_column, dq_LD.to(grad_packed.dtype.element_ty), mask=inside)
+        f_LD = f_LD * reciprocal_L[:, None]
+        state_DD = tl.dot(tl.trans(f_LD.to(DOT)), do_lo_LD, state_DD, input_precision=DOT_PRECISION)
+        z_D += tl.sum(f_LD * c_L[:, None], 0)
+    part = pair * splits + split
+    tl.store(part_state + part * D * D + columns[:, None] * D + columns[None, :], state_DD)
+    tl.store(part_z + part * D + columns, z_D)
+    if GATED_NORM:
+        tl.store(part_weight + part * D + columns, grad_weight_D)
+    zeros_LD = tl.zeros([BLOCK_L, D], grad_packed.dtype.element_ty)
+    padding = start + (tl.maximum(end - start, 0) + BLOCK_L - 1) // BLOCK_L * BLOCK_L
+    for t in tl.range(padding, stop, BLOCK_L):
+        rows = t + tl.arange(0, BLOCK_L)
+        target = grad_row + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(target + query_column, zeros_LD, mask=(rows < stop)[:, None])
+        if GATED_NORM:
+            tl.store(target + gate_column, zeros_LD, mask=(rows < stop)[:, None])
+
+
+@triton.jit
+def backward_combine_kernel(
+    part_state, part_z, grad_state, grad_z, splits, D: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
+):
+    """Sum the chunks' G and t of one row and head; one program for COLUMNS columns of G."""
+    parts: tl.constexpr = D // COLUMNS
+    pair = (tl.program_id(0) // parts).to(tl.int64)
+    block = tl.program_id(0) % parts
+    rows = tl.arange(0, D)
+    cells = rows[:, None] * D + (block * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    state_DX = tl.zeros([D, COLUMNS], tl.float32)
+    z_D = tl.zeros([D], tl.float32)
+    for split in tl.range(0, splits, num_stages=STAGES):
+        part = pair * splits + split
+        state_DX += tl.load(part_state + part * D * D + cells)
+        z_D += tl.load(part_z + part * D + rows)
+    tl.store(grad_state + pair * D * D + cells, state_DX.to(grad_state.dtype.element_ty))
+    if block == 0:
+        tl.store(grad_z + pair * D + rows, z_D)
+
+
+@triton.jit
+def backward_keys_kernel(
+    packed, desc, lengths, log_z, shift, grad_state, grad_z, grad_packed,
+    length, heads, blocks, stride_b, stride_l, width, used_width, key_column, value_column, gate_column,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, TILES: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr,
+    DOT: tl.constexpr, DOT_PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write dk, dv and ds of TILES * BLOCK_L positions of one row and head; head 0 also zeroes the spare columns."""
+    head, block, row = split_program(heads, blocks)
+    valid = row_length(lengths, row, length)
+    start = block * (BLOCK_L * TILES)
+    stop = tl.minimum(start + BLOCK_L * TILES, length)
+    end = tl.minimum(stop, valid)
+    columns = tl.arange(0, D)
+    pair = row.to(tl.int64) * heads + head
+    packed += row.to(tl.int64) * stride_b
+    grad_row = grad_packed + row.to(tl.int64) * length * width
+    gate_column += head
+    key_column += head * D
+    value_column += head * D
+    g_DD = tl.load(grad_state + pair * D * D + columns[:, None] * D + columns[None, :])
+    g_transposed_DD = tl.trans(g_DD)
+    t_D = tl.load(grad_z + pair * D + columns)
+    l_D = tl.load(log_z + pair * D + columns)
+    largest = tl.load(shift + pair)
+    for t in tl.range(start, end, BLOCK_L, num_stages=STAGES):
+        rows = t + tl.arange(0, BLOCK_L)
+        inside = rows < stop
+        k_LD = load_tile(packed, desc, row * length, t, end, stride_l, key_column, D, BLOCK_L, TMA, True)
+        v_LD = load_tile(packed, desc, row * length, t, end, stride_l, value_column, D, BLOCK_L, TMA, True)
+        k_LD = k_LD.to(tl.float32)
+        gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, True) - largest
+        exp_LD = exp_below(below_zero(k_LD) + gate_L[:, None], l_D[None, :])
+        w_LD = above_zero(k_LD) * exp_LD
+        dw_LD = tl.dot(v_LD.to(DOT), g_transposed_DD, input_precision=DOT_PRECISION) + t_D[None, :]
+        dv_LD = tl.dot(w_LD.to(DOT), g_DD, input_precision=DOT_PRECISION)
+        dk_LD = dw_LD * exp_LD
+        target = grad_row + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(target + key_column, dk_LD.to(grad_packed.dtype.element_ty), mask=inside[:, None])
+        tl.store(target + value_column, dv_LD.to(grad_packed.dtype.element_ty), mask=inside[:, None])
+        if KEY_GATE:
+            ds_L = tl.sum(dw_LD * w_LD, 1)
+            gate_target = grad_row + rows.to(tl.int64) * width + gate_column
+            tl.store(gate_target, ds_L.to(grad_packed.dtype.element_ty), mask=inside)
+    zeros_LD = tl.zeros([BLOCK_L, D], grad_packed.dtype.element_ty)
+    padding = start + (tl.maximum(end - start, 0) + BLOCK_L - 1) // BLOCK_L * BLOCK_L
+    for t in tl.range(padding, stop, BLOCK_L):
+        rows = t + tl.arange(0, BLOCK_L)
+        target = grad_row + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(target + key_column, zeros_LD, mask=(rows < stop)[:, None])
+        tl.store(target + value_column, zeros_LD, mask=(rows < stop)[:, None])
+        if KEY_GATE:
+            gate_target = grad_row + rows.to(tl.int64) * width + gate_column
+            tl.store(gate_target, tl.zeros([BLOCK_L], grad_packed.dtype.element_ty), mask=rows < stop)
+    if head == 0 and used_width < width:
+        # The alignment leaves at most seven spare columns.
+        spare = used_width + tl.arange(0, 8)
+        for t in tl.range(start, stop, BLOCK_L):
+            rows = t + tl.arange(0, BLOCK_L)
+            target = grad_row + rows.to(tl.int64)[:, None] * width + spare[None, :]
+            zeros = tl.zeros([BLOCK_L, 8], grad_packed.dtype.element_ty)
+            tl.store(target, zeros, mask=(rows < stop)[:, None] & (spare < width)[None, :])

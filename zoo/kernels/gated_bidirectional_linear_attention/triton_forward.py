@@ -1,0 +1,216 @@
+"""The forward kernels: reduce keys and values to one state a head, combine the splits, apply the state to queries.
+
+With a(x) = max(x, 0) + 1 and e(x) = min(x, 0), phi(x) = a(x) exp(e(x)) without a branch. For a key column d,
+
+    m_d  = max_j (s_j + e(k_jd))            w_jd = a(k_jd) exp(s_j + e(k_jd) - m_d)
+    z_d  = sum_j w_jd                       V_d  = sum_j w_jd v_j / z_d         a weighted mean of the values
+    l_d  = m_d - max_d m_d + log z_d
+
+and for a query, with c = max_d (e(q_d) + l_d),
+
+    f_d  = a(q_d) exp(e(q_d) + l_d - c)     O    = sum_d f_d V_d / sum_d f_d
+
+which is the op's formula with every exponent at most 0 and every sum at least 1: nothing overflows, and nothing
+vanishes that a sum needs, in 16 bits too. The gated RMSNorm multiplies numerator and eps by the squared denominator,
+so it needs no division: O / sqrt(mean(O^2) + eps) = num / sqrt(mean(num^2) + eps den^2).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from zoo.kernels.gated_bidirectional_linear_attention.triton_tiles import (
+    LOG2_E,
+    above_zero,
+    below_zero,
+    exp_below,
+    load_gate,
+    load_tile,
+    row_length,
+    sigmoid,
+    split_program,
+)
+
+
+@triton.jit
+def _accumulate(
+    kv_DD, z_DX, max_D, packed, desc, row, t, end, stride_l, key_column, value_column, gate_column,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the positions t .. t + BLOCK_L to the running state, its normaliser and the running maximum."""
+    k_LD = load_tile(packed, desc, row, t, end, stride_l, key_column, D, BLOCK_L, TMA, MASKED)
+    v_LD = load_tile(packed, desc, row, t, end, stride_l, value_column, D, BLOCK_L, TMA, MASKED)
+    dtype = v_LD.dtype
+    k_LD = k_LD.to(tl.float32)
+    e_LD = below_zero(k_LD) + load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, MASKED)[:, None]
+    new_max_D = tl.maximum(max_D, tl.max(e_LD, 0))
+    scale_D = tl.exp2((max_D - new_max_D) * LOG2_E)
+    w_LD = above_zero(k_LD) * exp_below(e_LD, new_max_D[None, :])
+    w_DL = tl.trans(w_LD.to(dtype))
+    kv_DD = tl.dot(w_DL, v_LD, kv_DD * scale_D[:, None], input_precision=PRECISION)
+    if dtype == tl.float32:
+        z_DX = z_DX * scale_D[:, None] + tl.sum(w_LD, 0)[:, None]
+    else:
+        # Sixteen equal columns: the tensor cores sum the rounded weights that kv_DD was made of.
+        ones_LX = tl.full([BLOCK_L, 16], 1.0, dtype)
+        z_DX = tl.dot(w_DL, ones_LX, z_DX * scale_D[:, None])
+    return kv_DD, z_DX, new_max_D
+
+
+@triton.jit
+def _store_state(state, log_z, shift, kv_DD, z_D, max_D, columns, offset, first, COLUMNS: tl.constexpr, D: tl.constexpr):
+    """Write V = kv / z, l relative to the largest maximum, and that maximum; zeros for an empty history."""
+    rows = tl.arange(0, D)
+    empty = tl.max(z_D, 0) == 0.0
+    v_DX = kv_DD / tl.where(z_D > 0, z_D, 1.0)[:, None]
+    tl.store(state + offset * D * D + rows[:, None] * D + columns[None, :], v_DX.to(state.dtype.element_ty))
+    if first:
+        largest = tl.where(empty, 0.0, tl.max(max_D, 0))
+        l_D = tl.where(z_D > 0, max_D - largest + tl.log(tl.where(z_D > 0, z_D, 1.0)), 0.0)
+        tl.store(log_z + offset * D + rows, l_D)
+        tl.store(shift + offset, largest)
+
+
+@triton.jit
+def reduce_kernel(
+    packed, desc, lengths, state, log_z, shift, part_kv, part_z, part_max,
+    length, heads, splits, chunk, stride_b, stride_l, key_column, value_column, gate_column,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, FINAL: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum w_jd v_j and w_jd over one chunk of one row and head; FINAL (one chunk a row) writes the finished state."""
+    head, split, row = split_program(heads, splits)
+    valid = row_length(lengths, row, length)
+    start = split * chunk
+    end = tl.minimum(start + chunk, valid)
+    full_end = start + tl.maximum(end - start, 0) // BLOCK_L * BLOCK_L
+    packed += row.to(tl.int64) * stride_b
+    gate_column += head
+    key_column += head * D
+    value_column += head * D
+    row_start = row * length
+
+    kv_DD = tl.zeros([D, D], tl.float32)
+    z_DX = tl.zeros([D, 16], tl.float32)
+    max_D = tl.full([D], float("-inf"), tl.float32)
+    for t in tl.range(start, full_end, BLOCK_L, num_stages=STAGES):
+        kv_DD, z_DX, max_D = _accumulate(
+            kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column,
+            D, BLOCK_L, KEY_GATE, TMA, False, PRECISION,
+        )  # fmt: skip
+    if full_end < end:
+        kv_DD, z_DX, max_D = _accumulate(
+            kv_DD, z_DX, max_D, packed, desc, row_start, full_end, end, stride_l, key_column, value_column,
+            gate_column, D, BLOCK_L, KEY_GATE, TMA, True, PRECISION,
+        )  # fmt: skip
+
+    z_D = tl.max(z_DX, 1)
+    columns = tl.arange(0, D)
+    pair = row.to(tl.int64) * heads + head
+    if FINAL:
+        _store_state(state, log_z, shift, kv_DD, z_D, max_D, columns, pair, True, D, D)
+    else:
+        part = pair * splits + split
+        tl.store(part_max + part * D + columns, max_D)
+        if start < end:
+            tl.store(part_z + part * D + columns, z_D)
+            tl.store(part_kv + part * D * D + columns[:, None] * D + columns[None, :], kv_DD)
+
+
+@triton.jit
+def combine_kernel(
+    part_kv, part_z, part_max, state, log_z, shift, splits,
+    D: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Merge the chunks of one row and head, each rescaled to the common maximum; one program for COLUMNS values."""
+    parts: tl.constexpr = D // COLUMNS
+    pair = (tl.program_id(0) // parts).to(tl.int64)
+    block = tl.program_id(0) % parts
+    rows = tl.arange(0, D)
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    kv_DX = tl.zeros([D, COLUMNS], tl.float32)
+    z_D = tl.zeros([D], tl.float32)
+    max_D = tl.full([D], float("-inf"), tl.float32)
+    for split in tl.range(0, splits, num_stages=STAGES):
+        part = pair * splits + split
+        part_max_D = tl.load(part_max + part * D + rows)
+        some_D = part_max_D > float("-inf")
+        new_max_D = tl.maximum(max_D, part_max_D)
+        old_D = tl.where(max_D > float("-inf"), tl.exp2((max_D - new_max_D) * LOG2_E), 0.0)
+        new_D = tl.where(some_D, tl.exp2((part_max_D - new_max_D) * LOG2_E), 0.0)
+        z_D = z_D * old_D + new_D * tl.load(part_z + part * D + rows, mask=some_D, other=0.0)
+        added_DX = tl.load(
+            part_kv + part * D * D + rows[:, None] * D + columns[None, :], mask=some_D[:, None], other=0.0
+        )
+        kv_DX = kv_DX * old_D[:, None] + new_D[:, None] * added_DX
+        max_D = new_max_D
+    _store_state(state, log_z, shift, kv_DX, z_D, max_D, columns, pair, block == 0, COLUMNS, D)
+
+
+@triton.jit
+def query_weights(q_LD, l_D):
+    """Return exp(e(q) + l - c) and f = a(q) times that, both [L, D] in float32."""
+    e_LD = below_zero(q_LD) + l_D[None, :]
+    exp_LD = exp_below(e_LD, tl.max(e_LD, 1)[:, None])
+    return exp_LD, above_zero(q_LD) * exp_LD
+
+
+@triton.jit
+def attend(f_LD, v_DD, PRECISION: tl.constexpr):
+    """Return the numerator [L, D] and the denominator [L] of O from the query weights and the state."""
+    dtype = v_DD.dtype
+    f_lo_LD = f_LD.to(dtype)
+    num_LD = tl.dot(f_lo_LD, v_DD, input_precision=PRECISION)
+    if dtype == tl.float32:
+        den_L = tl.sum(f_LD, 1)
+    else:
+        ones_DX = tl.full([v_DD.shape[0], 16], 1.0, dtype)
+        den_L = tl.max(tl.dot(f_lo_LD, ones_DX), 1)
+    return num_LD, den_L
+
+
+@triton.jit
+def apply_kernel(
+    packed, desc, lengths, state, log_z, norm_weight, out,
+    length, heads, blocks, stride_b, stride_l, query_column, gate_column, eps,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, TILES: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write Y for TILES * BLOCK_L positions of one row and head; zeros at padding, which is not read."""
+    head, block, row = split_program(heads, blocks)
+    valid = row_length(lengths, row, length)
+    start = block * (BLOCK_L * TILES)
+    stop = tl.minimum(start + BLOCK_L * TILES, length)
+    end = tl.minimum(stop, valid)
+    columns = tl.arange(0, D)
+    pair = row.to(tl.int64) * heads + head
+    packed += row.to(tl.int64) * stride_b
+    query_column += head * D
+    gate_column += head * D
+    out_row = out + row.to(tl.int64) * length * heads * D + head * D
+    v_DD = tl.load(state + pair * D * D + columns[:, None] * D + columns[None, :])
+    l_D = tl.load(log_z + pair * D + columns)
+    if GATED_NORM:
+        weight_D = tl.load(norm_weight + head * D + columns).to(tl.float32)
+    for t in tl.range(start, end, BLOCK_L, num_stages=STAGES):
+        q_LD = load_tile(packed, desc, row * length, t, end, stride_l, query_column, D, BLOCK_L, TMA, not TMA)
+        _, f_LD = query_weights(q_LD.to(tl.float32), l_D)
+        num_LD, den_L = attend(f_LD, v_DD, PRECISION)
+        if GATED_NORM:
+            r_LD = load_tile(packed, desc, row * length, t, end, stride_l, gate_column, D, BLOCK_L, TMA, not TMA)
+            r_LD = r_LD.to(tl.float32)
+            inverse_L = tl.rsqrt(tl.sum(num_LD * num_LD, 1) / D + eps * den_L * den_L)
+            y_LD = num_LD * inverse_L[:, None] * weight_D[None, :] * (r_LD * sigmoid(r_LD))
+        else:
+            y_LD = num_LD / den_L[:, None]
+        rows = t + tl.arange(0, BLOCK_L)
+        y_LD = tl.where((rows < end)[:, None], y_LD, 0.0)
+        target = out_row + rows.to(tl.int64)[:, None] * (heads * D) + columns[None, :]
+        tl.store(target, y_LD.to(out.dtype.element_ty), mask=(rows < stop)[:, None])
+    padding = start + (tl.maximum(end - start, 0) + BLOCK_L - 1) // BLOCK_L * BLOCK_L
+    for t in tl.range(padding, stop, BLOCK_L):
+        rows = t + tl.arange(0, BLOCK_L)
+        target = out_row + rows.to(tl.int64)[:, None] * (heads * D) + columns[None, :]
+        tl.store(target, tl.zeros([BLOCK_L, D], out.dtype.element_ty), mask=(rows < stop)[:, None])
