@@ -89,3 +89,16 @@ def test_histories_for_ranking_end_before_the_target(dataset):
         for user in users:
             history, _ = dataset.history_and_target(int(user), split)
             assert ids[user, : lengths[user]].tolist() == dataset.item_ids[history].tolist()
+
+
+def test_pieces_of_a_batch_hold_its_rows_within_the_tokens(dataset):
+    batches = take(batches_of(dataset, batch_size=16, max_length=10), 0, 8)
+    batch = max((batch for batch in batches if len(batch.lengths) == 16), key=lambda batch: int(batch.lengths.max()))
+    assert [piece.item_ids.shape for piece in batch.pieces(0)] == [batch.item_ids.shape]
+    pieces = list(batch.pieces(25))
+    assert len(pieces) > 1 and sum(len(piece.lengths) for piece in pieces) == 16
+    for piece in pieces:
+        assert piece.item_ids.shape[1] == piece.lengths.max()
+        assert piece.item_ids.numel() <= 25 or len(piece.lengths) == 1
+    rows = [row for piece in reversed(pieces) for row in piece.item_ids.tolist()]
+    assert [[i for i in row if i] for row in rows] == [[i for i in row if i] for row in batch.item_ids.tolist()]

@@ -14,7 +14,7 @@ from zoo import files
 from zoo.bundle import WEIGHTS, Bundle
 from zoo.errors import BusyError, CheckpointError, ConfigError, TrainingError
 from zoo.models.gbla import GBLA
-from zoo.training import TrainConfig, recipe, train
+from zoo.training import TrainConfig, loop, recipe, train
 from zoo.training.logs import read_log
 
 
@@ -224,3 +224,24 @@ def test_a_short_run_warms_up_for_a_quarter_of_it():
     plan = TrainConfig(steps=100, batch_size=1, max_length=1, peak_lr=1.0)
     rates = [plan.learning_rate(step) for step in range(100)]
     assert max(rates) == rates[25] == 1.0 and rates[-1] == pytest.approx(0.1)
+
+
+def test_a_batch_in_pieces_gives_the_losses_of_the_whole(dataset, tmp_path):
+    run(dataset, tmp_path / "whole")
+    run(dataset, tmp_path / "pieces", micro_batch_tokens=30)
+    whole, pieces = (torch.tensor([float(loss) for _, loss in losses(tmp_path / name)]) for name in ("whole", "pieces"))
+    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_losses_that_are_read_late_are_the_same_and_none_is_lost(dataset, tmp_path, monkeypatch):
+    run(dataset, tmp_path / "each", weight_average=0.9)
+    original = loop._Run.__init__
+
+    def late(self, *arguments):
+        original(self, *arguments)
+        self.read_every = 5
+
+    monkeypatch.setattr(loop._Run, "__init__", late)
+    run(dataset, tmp_path / "late", weight_average=0.9)
+    assert losses(tmp_path / "late") == losses(tmp_path / "each")
+    assert (tmp_path / "late" / WEIGHTS).read_bytes() == (tmp_path / "each" / WEIGHTS).read_bytes()

@@ -38,7 +38,25 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on another device."""
-        return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+        tensors = [getattr(self, name) for name in self.__dataclass_fields__]
+        if device.type == "cuda":  # only from pinned memory does the copy leave the host free
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+
+    def pieces(self, tokens: int) -> Iterator[Batch]:
+        """Yield parts of the batch of at most ``tokens`` tokens (or one row), long rows first, less padded; 0: itself.
+
+        The rows must be sorted by length, as those of ``TrainingBatches`` are.
+        """
+        end = len(self.lengths)
+        if not tokens or self.item_ids.numel() <= tokens:
+            yield self
+            return
+        while end:
+            longest = int(self.lengths[end - 1])
+            rows = slice(max(0, end - max(1, tokens // max(1, longest))), end)
+            yield Batch(self.item_ids[rows, :longest], self.lengths[rows], self.target_codes[rows], self.weights[rows])
+            end = rows.start
 
 
 class TrainingBatches:

@@ -31,6 +31,8 @@ class TrainConfig:
         eval_every: steps between validations; the weights of the best one are kept. 0 for none.
         eval_users: users of a validation, the same ones each time.
         checkpoint_every: steps between checkpoints.
+        micro_batch_tokens: a batch with more tokens, padding included, is computed in pieces whose gradients add up; it
+            bounds memory and changes nothing but rounding and the draw of dropout. 0 for always in one piece.
         precision: ``auto`` (bf16 autocast on a GPU, fp32 on a CPU), ``fp32`` or ``bf16``.
     """
 
@@ -49,6 +51,7 @@ class TrainConfig:
     eval_every: int = 0
     eval_users: int = 2000
     checkpoint_every: int = 500
+    micro_batch_tokens: int = 0
     precision: str = "auto"
 
     def __post_init__(self) -> None:
@@ -81,7 +84,7 @@ _RULES: dict[tuple[str, ...], _Rule] = {
     ("steps", "batch_size", "max_length", "targets_per_history", "checkpoint_every", "eval_users"): (
         int, "a whole number, 1 or more", lambda value: value >= 1,
     ),
-    ("warmup_steps", "eval_every"): (int, "a whole number, 0 or more", lambda value: value >= 0),
+    ("warmup_steps", "eval_every", "micro_batch_tokens"): (int, "a whole number, 0 or more", lambda value: value >= 0),
     ("peak_lr", "start_lr", "grad_clip"): ((int, float), "a finite number above 0", lambda value: 0 < value < math.inf),
     ("weight_decay",): ((int, float), "a finite number, 0 or more", lambda value: 0 <= value < math.inf),
     ("final_lr_ratio",): ((int, float), "a number in [0, 1]", lambda value: 0 <= value <= 1),

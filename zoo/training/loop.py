@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -32,6 +27,7 @@ from zoo.training.batches import Batch, TrainingBatches
 from zoo.training.config import TrainConfig, recipe
 from zoo.training.evaluate import rank_users
 from zoo.training.metrics import ranks_of, recall
+from zoo.training.progress import bar, stop_after_this_step
 
 
 def train(
@@ -105,6 +101,20 @@ def train(
         return run.bundle(preset, twin, time.perf_counter() - started)
 
 
+_READ_EVERY = 25
+"""Steps between two readings of the losses of a GPU: each waits until the GPU has caught up."""
+
+
+class _Unread(NamedTuple):
+    """A step whose loss and gradient norm lie where they were computed."""
+
+    step: int
+    rate: float
+    examples: int
+    loss: Tensor
+    norm: Tensor
+
+
 class _Run:
     """One training run on one device."""
 
@@ -144,20 +154,31 @@ class _Run:
         users = min(plan.eval_users, dataset.num_users)
         self.eval_users = np.sort(draw.choice(dataset.num_users, users, replace=False))
         self.log = logs.Log(out / logs.LOG, self.state.step)
+        self.unread: list[_Unread] = []
+        self.read_every = _READ_EVERY if self.device.type == "cuda" else 1
+        self.read_at = time.perf_counter()
+        self.loss = math.nan
 
     def to_the_end(self, *, show: bool) -> None:
         """Train from the present step to the last one."""
         self.model.train()
+        self.read_at = time.perf_counter()
         batches = self.batches.from_step(self.state.step)
         try:
-            with _stop_after_this_step() as stop, _bar(self.plan.steps, self.state.step, show) as tell:
+            with stop_after_this_step() as stop, bar(self.plan.steps, self.state.step, show) as tell:
                 while self.state.step < self.plan.steps:
-                    loss = self._step(next(batches))
+                    self._step(next(batches))
                     step = self.state.step
-                    if self.plan.eval_every and (step % self.plan.eval_every == 0 or step == self.plan.steps):
+                    last = step == self.plan.steps or stop.is_set()
+                    validates = self.plan.eval_every and (step % self.plan.eval_every == 0 or step == self.plan.steps)
+                    saves = step % self.plan.checkpoint_every == 0 or last
+                    if validates or saves or len(self.unread) >= self.read_every:
+                        self._read()
+                    if validates:
                         self._validate()
-                    tell(step, self._status(loss))
-                    if step % self.plan.checkpoint_every == 0 or step == self.plan.steps or stop.is_set():
+                    if not self.unread:
+                        tell(step, self._status())
+                    if saves:
                         self._checkpoint()
                     if stop.is_set():
                         raise KeyboardInterrupt
@@ -200,52 +221,83 @@ class _Run:
         """The model that is validated and kept: the average of the weights where the recipe has one."""
         return self.model if self.average is None else cast(GBLA, self.average.module)
 
-    def _step(self, batch: Batch) -> float:
-        started = time.perf_counter()
+    def _step(self, batch: Batch) -> None:
+        """Make one optimiser step; nothing here waits for a GPU."""
         rate = self.plan.learning_rate(self.state.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._loss(batch.to(self.device))
-        if not math.isfinite(loss.item()):
-            raise self._diverged("loss", loss.item())
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        targets = batch.weights.sum()
+        losses = []
+        for piece in batch.pieces(self.plan.micro_batch_tokens):
+            loss = self._loss(piece.to(self.device), float(targets))
+            loss.backward()
+            losses.append(loss.detach())
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.grad_clip)
-        if not math.isfinite(norm.item()):
-            raise self._diverged("gradient norm", norm.item())
         self.optimizer.step()
         if self.average is not None:
-            self.average.update_parameters(self.model)
+            self._update_average(self.average)
         self.state.step += 1
-        speed = len(batch.lengths) / (time.perf_counter() - started)
-        self.log.write(
-            step=self.state.step,
-            epoch=(self.state.step - 1) // self.batches.steps_per_epoch,
-            loss=loss.item(),
-            learning_rate=rate,
-            grad_norm=float(norm),
-            examples_per_second=speed,
-        )
-        return loss.item()
+        self.unread.append(_Unread(self.state.step, rate, len(batch.lengths), sum(losses[1:], losses[0]), norm))
 
-    def _diverged(self, what: str, value: float) -> TrainingError:
-        """Name what is not finite and where the last good state is; no weight has been changed by it."""
+    def _update_average(self, average: AveragedModel) -> None:
+        """Do what ``AveragedModel.update_parameters`` does, without the copy of a counter to the GPU that waits."""
+        if average.n_averaged == 0:
+            average.update_parameters(self.model)
+            return
+        pairs = zip(average.module.parameters(), self.model.parameters(), strict=True)
+        averaged, present = zip(*((a.detach(), p.detach()) for a, p in pairs), strict=True)
+        assert average.multi_avg_fn is not None
+        average.multi_avg_fn(averaged, present, average.n_averaged)
+        average.n_averaged += 1
+
+    def _read(self) -> None:
+        """Read and log the losses of the steps since the last reading.
+
+        Raises:
+            TrainingError: one of them, or its gradient norm, is not finite. No checkpoint holds weights that it
+                changed: nothing is validated or saved before its steps are read.
+        """
+        if not self.unread:
+            return
+        values = torch.stack([value for row in self.unread for value in (row.loss, row.norm)]).tolist()
+        seconds = (time.perf_counter() - self.read_at) / len(self.unread)
+        for row, loss, norm in zip(self.unread, values[::2], values[1::2], strict=True):
+            for what, value in (("loss", loss), ("gradient norm", norm)):
+                if not math.isfinite(value):
+                    raise self._diverged(what, value, row.step)
+            self.loss = loss
+            self.log.write(
+                step=row.step,
+                epoch=(row.step - 1) // self.batches.steps_per_epoch,
+                loss=loss,
+                learning_rate=row.rate,
+                grad_norm=norm,
+                examples_per_second=row.examples / seconds,
+            )
+        self.unread.clear()
+        self.read_at = time.perf_counter()
+
+    def _diverged(self, what: str, value: float, step: int) -> TrainingError:
+        """Name what is not finite and where the last good state is."""
         self.log.flush()
         path = self.out / checkpoints.CHECKPOINT
         kept = f"the checkpoint before it is kept in {path}" if path.exists() else "no checkpoint had been written yet"
         return TrainingError(
-            f"the {what} is {value} at step {self.state.step + 1}; {kept}: lower peak_lr or grad_clip in another --out"
+            f"the {what} is {value} at step {step}; {kept}: lower peak_lr or grad_clip in another --out"
         )
 
-    def _status(self, loss: float) -> str:
+    def _status(self) -> str:
         best = f"{self.state.best_metric:.4f}" if self.state.best_metric >= 0 else "not yet validated"
-        return f"loss {loss:.3f}  lr {self.plan.learning_rate(self.state.step - 1):.1e}  best Recall@10 {best}"
+        rate = self.plan.learning_rate(self.state.step - 1)
+        return f"loss {self.loss:.3f}  lr {rate:.1e}  best Recall@10 {best}"
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _loss(self, batch: Batch, targets: float) -> Tensor:
+        """Return the batch's share of a mean loss over ``targets`` targets."""
         bf16 = self.plan.precision == "bf16" or (self.plan.precision == "auto" and self.device.type == "cuda")
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             losses_BK = self.model(batch.item_ids, batch.lengths, batch.target_codes)
-        return (losses_BK * batch.weights).sum() / batch.weights.sum()
+        return (losses_BK * batch.weights).sum() / targets
 
     def _validate(self) -> None:
         ranked, _ = rank_users(
@@ -302,41 +354,3 @@ def _finished(out: Path, identity: Mapping[str, Any]) -> Bundle | None:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-@contextmanager
-def _stop_after_this_step() -> Iterator[threading.Event]:
-    """Turn SIGINT and SIGTERM into a flag, so that the running step is finished and a checkpoint written."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        for number in previous:
-            signal.signal(number, lambda *_: stop.set())
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _bar(steps: int, done: int, show: bool) -> Iterator[Any]:
-    """Yield ``tell(step, text)``: a progress bar on a terminal, a line now and then elsewhere."""
-    console = Console(stderr=True)
-    if not show:
-        yield lambda step, text: None
-    elif not console.is_terminal:
-        every = max(1, steps // 10)
-
-        def line(step: int, text: str) -> None:
-            if step % every == 0 or step == steps:
-                print(f"  step {step}/{steps}  {text}", file=sys.stderr)
-
-        yield line
-    else:
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-            task = bar.add_task("starting", total=steps, completed=done)
-            yield lambda step, text: bar.update(task, completed=step, description=text)
