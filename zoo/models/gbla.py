@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from zoo.errors import ConfigError
 from zoo.kernels.ragged import valid_positions
 from zoo.layers import (
+    UNPADDED_CAUSAL,
+    AttentionPlan,
     GatedBidirectionalLinearAttention,
     MultiHashEmbedding,
     MultiHeadAttention,
     ReluMLP,
     SwiGLU,
-    attention_mask,
+    matmul_dtype,
+    plan_attention,
     rotate,
 )
 from zoo.models.parts import Part
@@ -222,10 +225,10 @@ class EncoderLayer(nn.Module):
         self.mlp = _mlp(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BLC: Tensor, lengths_B: Tensor, mask_B1LL: Tensor | None) -> Tensor:
+    def forward(self, x_BLC: Tensor, lengths_B: Tensor, plan: AttentionPlan | None) -> Tensor:
         """Map [B, L, d_model] to the same."""
         x_mixed = self.mixer_norm(x_BLC)
-        y_BLC = self.mixer(x_mixed, mask_B1LL) if self.is_softmax else self.mixer(x_mixed, lengths_B)
+        y_BLC = self.mixer(x_mixed, plan) if self.is_softmax else self.mixer(x_mixed, lengths_B)
         x_BLC = x_BLC + self.dropout(y_BLC)
         return x_BLC + self.dropout(self.mlp(self.mlp_norm(x_BLC)))
 
@@ -260,7 +263,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x_BKMC: Tensor, keys_BHLD: Tensor, values_BHLD: Tensor, valid_BL: Tensor) -> Tensor:
         """Map the digits [B, K, M, d_model] of K candidates a row to the same."""
         batch, beams, digits, _ = x_BKMC.shape
-        own = self.self_attention(self.self_norm(x_BKMC).flatten(0, 1), None, is_causal=True)
+        own = self.self_attention(self.self_norm(x_BKMC).flatten(0, 1), UNPADDED_CAUSAL)
         x_BKMC = x_BKMC + self.dropout(own.unflatten(0, (batch, beams)))
         query = self.cross_query(self.cross_norm(x_BKMC)).flatten(1, 2)
         query_BHTD = query.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -307,23 +310,29 @@ class GBLA(nn.Module):
             nn.init.normal_(parameter)
         nn.init.normal_(self.heads, std=0.5 * self.config.d_model**-0.5)
 
-    def encode(self, item_ids: Tensor, lengths: Tensor) -> EncodedHistory:
+    def attention_plan(self, valid_BL: Tensor, *, all_full: bool = False) -> AttentionPlan:
+        """Return how the S layers of the encoder treat a batch with this mask of valid positions; it says why."""
+        config = self.config
+        dtype = matmul_dtype(self.items.projection.weight)
+        causal = config.direction == "causal"
+        return plan_attention(valid_BL, causal=causal, dtype=dtype, head_dim=config.head_dim, all_full=all_full)
+
+    def encode(self, item_ids: Tensor, lengths: Tensor, *, all_full: bool = False) -> EncodedHistory:
         """Read histories.
 
         Args:
             item_ids: int64 [B, L], oldest first, right-padded; ids in [0, 2^31); padding may hold anything.
             lengths: int32 [B], clamped to [0, L]. A row of length 0 is an empty history.
+            all_full: the caller knows that every length is L, so that softmax attention needs no mask; not checked.
 
         Returns:
             EncodedHistory in the model's dtype, zero at padded positions.
         """
         valid_BL = valid_positions(lengths, item_ids.shape[1])
-        mask_B1LL = None
-        if "S" in self.config.mixers:
-            mask_B1LL = attention_mask(valid_BL, causal=self.config.direction == "causal")
+        plan = self.attention_plan(valid_BL, all_full=all_full) if "S" in self.config.mixers else None
         x_BLC = self.dropout(self.items(item_ids.masked_fill(~valid_BL, 0)))
         for layer in self.encoder:
-            x_BLC = layer(x_BLC, lengths, mask_B1LL)
+            x_BLC = layer(x_BLC, lengths, plan)
         memory_BLC = self.encoder_norm(x_BLC).masked_fill(~valid_BL.unsqueeze(-1), 0)
         pairs = [layer.keys_and_values(memory_BLC, lengths) for layer in self.decoder]  # type: ignore[operator]
         return EncodedHistory(torch.stack([key for key, _ in pairs]), torch.stack([value for _, value in pairs]))
@@ -359,12 +368,13 @@ class GBLA(nn.Module):
         hidden_BKC = self.decode(encoded, lengths, codes).index_select(2, digit).squeeze(2)
         return F.linear(hidden_BKC, self.heads.index_select(0, digit).squeeze(0))
 
-    def forward(self, item_ids: Tensor, lengths: Tensor, target_codes: Tensor) -> Tensor:
+    def forward(self, item_ids: Tensor, lengths: Tensor, target_codes: Tensor, *, all_full: bool = False) -> Tensor:
         """Return the training loss of each target: the sum of its M digit cross-entropies (P), float32 [B, K].
 
-        ``target_codes`` int64 [B, K, M] holds K targets a history, each decoded on its own.
+        ``target_codes`` int64 [B, K, M] holds K targets a history, each decoded on its own; the rest as in ``encode``.
         """
-        hidden_BKMC = self.decode(self.encode(item_ids, lengths), lengths, target_codes)
+        encoded = self.encode(item_ids, lengths, all_full=all_full)
+        hidden_BKMC = self.decode(encoded, lengths, target_codes)
         logits_BKMV = torch.einsum("bkmc,mvc->bkmv", hidden_BKMC, self.heads)
         loss = F.cross_entropy(logits_BKMV.float().flatten(0, 2), target_codes.flatten(), reduction="none")
         return loss.view(target_codes.shape).sum(-1)
