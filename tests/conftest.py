@@ -6,6 +6,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Triton reads this when a kernel is defined. Without a GPU, kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # With pytest -n, each worker gets its share of the cores.
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 

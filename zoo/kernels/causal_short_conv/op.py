@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.errors import ConfigError, DTypeError, ShapeError
+from zoo.kernels.causal_short_conv import launch
 from zoo.kernels.causal_short_conv.reference import causal_short_conv_backward_reference, causal_short_conv_reference
 from zoo.kernels.ragged import FLOAT_DTYPES, check_batch, check_device, check_sequence
 
@@ -36,11 +37,15 @@ def causal_short_conv(x: Tensor, weight: Tensor, lengths: Tensor, *, activation:
 def _forward(x: Tensor, weight: Tensor, lengths: Tensor, activation: str) -> Tensor:
     _check(x, weight, lengths, activation)
     check_batch("causal_short_conv", "x", x, lengths)
+    if launch.choose(x.device, x.dtype, weight.shape[1]).ok:
+        return launch.forward(x, weight, lengths, activation)
     return causal_short_conv_reference(x, weight, lengths, activation)
 
 
 @torch.library.custom_op("zoo::causal_short_conv_backward", mutates_args=())
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, lengths: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    if launch.choose(x.device, x.dtype, weight.shape[1]).ok:
+        return launch.backward(grad, x, weight, lengths, activation)
     return causal_short_conv_backward_reference(grad, x, weight, lengths, activation)
 
 

@@ -1,0 +1,21 @@
+"""Every Triton kernel compiles for every capability that we name, without a GPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from zoo.kernels.launch import CAPABILITIES
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_compiles(capability):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "zoo.kernels.ahead_of_time", "--capability", str(capability)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"sm_{capability} causal_short_conv forward" in done.stdout

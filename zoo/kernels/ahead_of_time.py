@@ -1,0 +1,78 @@
+"""Compile every Triton kernel for several GPUs without having one: ``python -m zoo.kernels.ahead_of_time``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from zoo.kernels.launch import CAPABILITIES, KernelBuild
+
+OPS = (
+    "zoo.kernels.causal_short_conv.launch",
+    "zoo.kernels.rms_norm_short_conv.launch",
+    "zoo.kernels.gated_bidirectional_linear_attention.launch",
+)
+"""Modules with a function ``builds() -> list[KernelBuild]``; one that is not there, or has none, is left out."""
+
+
+def all_builds() -> list[KernelBuild]:
+    """Return the builds of every op that has Triton kernels."""
+    modules = [importlib.import_module(name) for name in OPS if importlib.util.find_spec(name) is not None]
+    return [build for module in modules if hasattr(module, "builds") for build in module.builds()]
+
+
+def report(compiled: Any) -> str:
+    """Return warps, shared memory, registers and stack (where spills go) of a compiled kernel."""
+    found = [f"{compiled.metadata.num_warps} warps", f"{compiled.metadata.shared} B shared"]
+    usage = resource_usage(compiled.asm.get("cubin"))
+    if usage is not None:
+        found += [f"{usage['REG']} registers", f"{usage['STACK'] + usage['LOCAL']} B spilled"]
+    return ", ".join(found)
+
+
+def resource_usage(cubin: bytes | None) -> dict[str, int] | None:
+    """Return REG, STACK, SHARED and LOCAL of a kernel from Triton's own cuobjdump, or None where that is no help."""
+    from triton import knobs
+
+    if cubin is None:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        try:
+            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        except (OSError, RuntimeError, subprocess.CalledProcessError):
+            return None
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    return usage if {"REG", "STACK", "LOCAL"} <= set(usage) else None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, print one line a kernel and capability, and return the number of failures, at most 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", type=int, action="append", help="90 for 9.0; may be repeated; all by default")
+    parser.add_argument("--match", default="", help="only kernels whose name contains this")
+    options = parser.parse_args(arguments)
+    failed = 0
+    for build in all_builds():
+        if options.match not in build.name:
+            continue
+        for capability in options.capability or CAPABILITIES:
+            try:
+                print(f"sm_{capability} {build.name}: {report(build.compile(capability))}", flush=True)
+            except Exception as error:
+                failed += 1
+                print(f"sm_{capability} {build.name}: FAILED {type(error).__name__}: {error}", flush=True)
+    print(f"{failed} failed" if failed else "all compiled")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
