@@ -1,0 +1,187 @@
+"""The page of a study: mean and spread over seeds, differences with intervals over users, the paper's numbers beside.
+
+python -m zoo.training.study_table runs/study > docs/results_ml1m.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.training.metrics import ndcg, recall
+
+STUDY = "study.json"
+RANKS = "ranks.npz"
+PAGE = "study.md"
+
+PAPER_RECALL10 = {
+    "base": 0.2780,
+    "all-softmax": 0.2800,
+    "causal-softmax": 0.1878,
+    "fully-gbla": 0.2607,
+    "no-key-gate": 0.2776,
+    "no-conv": 0.2747,
+    "no-gated-norm": 0.2726,
+    "bla": 0.2675,
+}
+"""Recall@10 of the paper, on its own industrial data at length 2048 (arXiv 2606.07317); `base` is its hybrid."""
+
+_METRICS: dict[str, Callable[[np.ndarray], float]] = {
+    "Recall@10": lambda ranks: recall(ranks, 10),
+    "Recall@50": lambda ranks: recall(ranks, 50),
+    "NDCG@10": lambda ranks: ndcg(ranks, 10),
+}
+_RESAMPLES = 2000
+
+
+def key(twin: str, seed: int) -> str:
+    """Return the name of a run's ranks in ranks.npz."""
+    return f"{twin}/{seed}"
+
+
+def load(folder: Path | str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the content of study.json and the ranks int16 [U] by ``key`` of a study's folder."""
+    with np.load(Path(folder) / RANKS) as stored:
+        ranks = {name: stored[name] for name in stored.files}
+    return json.loads((Path(folder) / STUDY).read_text()), ranks
+
+
+def page(study: Mapping[str, Any], ranks: Mapping[str, np.ndarray]) -> str:
+    """Return a Markdown page of a study.
+
+    Args:
+        study: content of study.json.
+        ranks: rank of each user's target, int [U], by ``key``; those of runs that are done.
+    """
+    done = [row for row in study["runs"] if row["state"] == "done"]
+    twins = list(dict.fromkeys(row["twin"] for row in study["runs"]))
+    by_twin = {
+        twin: {row["seed"]: ranks[key(twin, row["seed"])] for row in done if row["twin"] == twin} for twin in twins
+    }
+    lines = [*_how(study, done), "", *_quality(study, by_twin, done), "", *_differences(by_twin), ""]
+    lines += [*_missing(study), *_legend(done)]
+    return "\n".join(lines) + "\n"
+
+
+def difference(
+    ours: Mapping[int, np.ndarray], base: Mapping[int, np.ndarray], k: int = 10
+) -> tuple[float, float, float] | None:
+    """Return the difference of Recall@k to ``base`` over the common seeds, and its 95% interval over users.
+
+    Both hold ranks int [U] by seed, of the same users. The interval is a paired bootstrap over users of hits averaged
+    over seeds; it does not hold what other seeds would give. ``None`` where no seed is common.
+    """
+    seeds = sorted(set(ours) & set(base))
+    if not seeds:
+        return None
+    change_U = np.mean([(ours[s] < k).astype(float) - (base[s] < k) for s in seeds], axis=0)
+    draw = np.random.default_rng(0)
+    means = [change_U[draw.integers(len(change_U), size=len(change_U))].mean() for _ in range(_RESAMPLES)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(change_U.mean()), float(low), float(high)
+
+
+def _how(study: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) -> list[str]:
+    machine, recipe = study["machine"], study["recipe"]
+    gpus = machine["gpus"]
+    where = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU"
+    settings = ", ".join(f"{name} {value}" for name, value in recipe.items())
+    seconds = np.median([row["training_seconds"] for row in done]) if done else float("nan")
+    return [
+        f"`{study['preset']}` and its twins on {study['data']}, {study['date']}, on {where}, "
+        f"{machine['processors']} processors, torch {machine['torch']}, {study['processes_per_gpu']} runs side by side "
+        f"on each device; {len(done)} of {len(study['runs'])} runs in {study['seconds']:.0f} s; a training took "
+        f"{seconds:.0f} s (median).",
+        "",
+        f"Recipe, the same for all: {settings}. Evaluation: test split, full ranking, {study['beams']} beams, items of "
+        "the history left out.",
+        "",
+        "```console",
+        study["command"],
+        "```",
+    ]
+
+
+def _quality(
+    study: Mapping[str, Any], by_twin: Mapping[str, Mapping[int, np.ndarray]], done: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    lines = [
+        "| model | seeds | " + " | ".join(_METRICS) + " | best step, median | the paper's Recall@10 |",
+        "|---|---|" + "---|" * (len(_METRICS) + 2),
+    ]
+    for twin, runs in by_twin.items():
+        cells = [_mean_and_spread([metric(ranks) for ranks in runs.values()]) for metric in _METRICS.values()]
+        steps = [row["best_step"] for row in done if row["twin"] == twin]
+        paper = f"{PAPER_RECALL10[twin]:.4f}" if twin in PAPER_RECALL10 else "-"
+        step = f"{np.median(steps):.0f}" if steps else "-"
+        lines.append(f"| {_label(twin, study)} | {len(runs)} | " + " | ".join(cells) + f" | {step} | {paper} |")
+    if done:
+        for name, values in done[0]["metrics"].items():
+            if name != "gbla":
+                lines.append(f"| *{name}* | - | " + " | ".join(f"{values[m]:.4f}" for m in _METRICS) + " | - | - |")
+    return lines
+
+
+def _differences(by_twin: Mapping[str, Mapping[int, np.ndarray]]) -> list[str]:
+    base = by_twin.get("base", {})
+    lines = ["| Recall@10 minus that of `base` | here | 95% over users | the paper |", "|---|---|---|---|"]
+    for twin, runs in by_twin.items():
+        found = difference(runs, base) if twin != "base" else None
+        if found is None:
+            continue
+        paper = f"{PAPER_RECALL10[twin] - PAPER_RECALL10['base']:+.4f}" if twin in PAPER_RECALL10 else "-"
+        lines.append(f"| {twin} | {found[0]:+.4f} | {found[1]:+.4f} to {found[2]:+.4f} | {paper} |")
+    return lines if len(lines) > 2 else ["No twin shares a seed with `base` yet."]
+
+
+def _missing(study: Mapping[str, Any]) -> list[str]:
+    missing = [row for row in study["runs"] if row["state"] != "done"]
+    if not missing:
+        return []
+    lines = ["Missing:", ""]
+    for row in missing:
+        reason = f": {row['reason']}" if "reason" in row else ""
+        lines.append(f"- {row['twin']} seed {row['seed']}, {row['state']}{reason}")
+    return [*lines, ""]
+
+
+def _legend(done: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not done:
+        return []
+    users = done[0]["users"]
+    noise = f"{1.96 * np.sqrt(0.25 * 0.75 / users):.4f} at a recall of 0.25"
+    return [
+        f"Mean ± standard deviation over seeds. Half of a 95% interval over the {users} users is {noise}; differences "
+        "between two models on the same users are paired and narrower: the second table gives them. These intervals "
+        "are over users, for the seeds that were run: a difference no larger than the spread over seeds is not one. "
+        "The paper's numbers are of its own data, so compare signs and sizes of differences, not levels.",
+    ]
+
+
+def _label(twin: str, study: Mapping[str, Any]) -> str:
+    return f"**{study['preset']}** (`base`)" if twin == "base" else twin
+
+
+def _mean_and_spread(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    spread = f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.4f}{spread}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the page of the study in the folder that is named."""
+    if len(arguments) != 1 or not (Path(arguments[0]) / STUDY).exists():
+        print("usage: python -m zoo.training.study_table FOLDER, the --out of a study", file=sys.stderr)
+        return 2
+    print(page(*load(arguments[0])), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
