@@ -6,11 +6,18 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zoo.bundle import tool_versions
+
+COMMIT_VARIABLE = "TRT_ZOO_COMMIT"
+"""Names the commit where the working tree has travelled without its repository."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -18,13 +25,23 @@ def describe_machine() -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "commit": _run("git", "rev-parse", "--short", "HEAD"),
+        "commit": _run("git", "rev-parse", "--short", "HEAD") or os.environ.get(COMMIT_VARIABLE, ""),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": _run("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or None,
-        "tools": tool_versions(),
+        "tools": {**tool_versions(), **_gpu_versions()},
     }
+
+
+def _gpu_versions() -> dict[str, str]:
+    versions = {}
+    for package in ("fa3-fwd", "fla-core"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    if torch.cuda.is_available():
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    return versions
 
 
 def _cpu_name() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import export_build
+from benchmarks import conv, export_build, gbla_core, gbla_layer, train_step
 from benchmarks.machine import describe_machine
 from zoo import files
 from zoo.errors import ZooError
@@ -17,7 +17,11 @@ from zoo.errors import ZooError
 RESULTS = Path(__file__).parent / "results"
 
 REGISTRY: dict[str, tuple[Callable[..., list[dict[str, Any]]], Callable[[list[dict[str, Any]]], str]]] = {
+    "conv": (conv.measure, conv.table),
     "export_build": (export_build.measure, export_build.table),
+    "gbla_core": (gbla_core.measure, gbla_core.table),
+    "gbla_layer": (gbla_layer.measure, gbla_layer.table),
+    "train_step": (train_step.measure, train_step.table),
 }
 
 

@@ -1,0 +1,164 @@
+"""The attention op alone on a packed projection, forward and backward, against torch.compile of its reference."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import gate, limits, tables, timing
+from benchmarks.timing import Candidate
+from zoo.kernels import gated_bidirectional_linear_attention
+from zoo.kernels.gated_bidirectional_linear_attention import PackedLayout
+from zoo.kernels.gated_bidirectional_linear_attention.reference import gated_bidirectional_linear_attention_reference
+
+EPS = 1e-6
+OURS, COMPILED = "op", "torch_compile_reference"
+
+
+def measure(
+    batch: int = 8,
+    heads: int = 16,
+    head_dim: int = 64,
+    lengths: str = "512,1024,2048,4096,8192,32768",
+    backward_lengths: str = "2048,8192",
+    seconds: float = 0.1,
+) -> list[dict[str, Any]]:
+    """Return a row a length and direction: milliseconds in a CUDA graph, bf16, full rows.
+
+    Args:
+        batch: B.
+        heads: H.
+        head_dim: D.
+        lengths: of the forward, comma-separated.
+        backward_lengths: of forward and backward together, comma-separated.
+        seconds: of each candidate in each of three rounds.
+    """
+    device = timing.require_cuda("gbla_core")
+    bandwidth = timing.copy_bandwidth(device)
+    rows = []
+    for backward, chosen in ((False, lengths), (True, backward_lengths)):
+        for length in map(int, filter(None, chosen.split(","))):
+            size = limits.MixerSize(batch, length, heads * head_dim, heads, head_dim)
+            row = _one_size(size, device, bandwidth, backward=backward, seconds=seconds)
+            rows.append({**row, "copy_tb_s": bandwidth / 1e12})
+            torch.cuda.empty_cache()
+    return rows
+
+
+class _Problem:
+    """Input sets of one size, and the two functions of them."""
+
+    def __init__(self, size: limits.MixerSize, device: torch.device, *, backward: bool) -> None:
+        torch.manual_seed(0)
+        self.layout = PackedLayout(size.num_heads, size.head_dim)
+        shape = (size.batch, size.length, self.layout.width)
+        sets = timing.input_sets(2 * size.tokens * self.layout.width)
+        self.packed = [
+            torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_(backward) for _ in range(sets)
+        ]
+        self.norm_weight = torch.rand(size.num_heads, size.head_dim, device=device, dtype=torch.bfloat16) + 0.5
+        self.norm_weight.requires_grad_(backward)
+        self.lengths = torch.full((size.batch,), size.length, dtype=torch.int32, device=device)
+        self.grad = torch.randn(size.batch, size.length, size.inner, device=device, dtype=torch.bfloat16)
+        self.backward = backward
+
+    def op(self, packed: Tensor, norm_weight: Tensor, lengths: Tensor) -> Tensor:
+        """Call the registered op."""
+        heads, dim = self.layout.num_heads, self.layout.head_dim
+        return gated_bidirectional_linear_attention(
+            packed, norm_weight, lengths, num_heads=heads, head_dim=dim, eps=EPS
+        )
+
+    def reference(self, packed: Tensor, norm_weight: Tensor, lengths: Tensor) -> Tensor:
+        """Call the reference; autograd derives its backward."""
+        return gated_bidirectional_linear_attention_reference(packed, norm_weight, lengths, self.layout, EPS)
+
+    def run(
+        self, function: Any, packed: Tensor, norm_weight: Tensor, lengths: Tensor, grad: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the output, and the gradients where they are asked for."""
+        if not self.backward:
+            with torch.no_grad():
+                return {"y": function(packed, norm_weight, lengths)}
+        y = function(packed, norm_weight, lengths)
+        grad_packed, grad_norm_weight = torch.autograd.grad(y, [packed, norm_weight], grad)
+        return {"y": y, "grad_packed": grad_packed, "grad_norm_weight": grad_norm_weight}
+
+    def on_set(self, function: Any, index: int) -> dict[str, Tensor]:
+        """Run on one input set."""
+        return self.run(function, self.packed[index], self.norm_weight, self.lengths, self.grad)
+
+    def checked(self, function: Any) -> dict[str, Tensor]:
+        """Return what the gate compares: the ends of a whole set; the norm weight's gradient from those rows alone."""
+        alone = self.on_two_rows(function, torch.bfloat16)
+        whole = self.on_set(function, 0)
+        return {name: x if name == "grad_norm_weight" else gate.end_rows(whole[name]) for name, x in alone.items()}
+
+    def on_two_rows(self, function: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Run on the first and the last row of the first set alone, in ``dtype``."""
+        packed, weight, grad = (
+            x.detach().to(dtype) for x in (gate.end_rows(self.packed[0]), self.norm_weight, gate.end_rows(self.grad))
+        )
+        packed.requires_grad_(self.backward)
+        weight.requires_grad_(self.backward)
+        return self.run(function, packed, weight, gate.end_rows(self.lengths), grad)
+
+
+def _one_size(
+    size: limits.MixerSize, device: torch.device, bandwidth: float, *, backward: bool, seconds: float
+) -> dict[str, Any]:
+    torch._dynamo.reset()
+    problem = _Problem(size, device, backward=backward)
+    functions = {OURS: problem.op, COMPILED: torch.compile(problem.reference, dynamic=False)}
+    ref64 = problem.on_two_rows(problem.reference, torch.float64)
+    low = problem.on_two_rows(problem.reference, torch.bfloat16)
+    shares = {OURS: gate.admit(OURS, problem.checked(problem.op), ref64, low)}
+    compiled = partial(problem.checked, functions[COMPILED])
+    others, notes = gate.admit_peers({COMPILED: compiled}, ref64, low)
+    shares |= others
+    del ref64, low
+    torch.cuda.empty_cache()
+    candidates: dict[str, Candidate] = {name: partial(problem.on_set, function) for name, function in functions.items()}
+    graph = timing.time_graphs(candidates, len(problem.packed), seconds=seconds)
+    bytes_moved = size.core_bytes() + (size.core_backward_bytes() if backward else 0)
+    floor = limits.milliseconds(bytes_moved, bandwidth)
+    compiled_ms = graph[COMPILED].median if COMPILED in graph else None
+    return {
+        **vars(size),
+        "direction": "forward+backward" if backward else "forward",
+        "dtype": "bf16",
+        "graph_ms": {name: found._asdict() for name, found in graph.items()},
+        "floor_bytes": bytes_moved,
+        "floor_ms": floor,
+        "share_of_floor": floor / graph[OURS].median,
+        "compiled_over_ours": limits.ratio(compiled_ms, graph[OURS].median),
+        "tolerance_used": shares,
+        "notes": notes,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as text."""
+    headers = ["direction", "L", "op ms", "compiled reference ms", "compiled / op", "floor ms", "share of floor"]
+    lines = [
+        [
+            row["direction"],
+            row["length"],
+            row["graph_ms"][OURS]["median"],
+            tables.median(row["graph_ms"], COMPILED),
+            tables.times(row["compiled_over_ours"]),
+            row["floor_ms"],
+            tables.share(row["share_of_floor"]),
+        ]
+        for row in rows
+    ]
+    first = rows[0]
+    notes = [
+        f"B {first['batch']}, H {first['num_heads']}, D {first['head_dim']}, bf16, CUDA graph, median. Floor: each "
+        f"tensor moved once at {first['copy_tb_s']:.2f} TB/s (device copy).",
+        *tables.distinct(rows),
+    ]
+    return tables.render(headers, lines, notes)

@@ -1,0 +1,58 @@
+"""Bytes that must move at least: each tensor once, 16 bits a number, in a batch of full rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TWO_BYTES = 2
+
+
+@dataclass(frozen=True)
+class MixerSize:
+    """Sizes of one mixer layer: B rows, L positions, d_model channels, H heads of D."""
+
+    batch: int
+    length: int
+    d_model: int
+    num_heads: int
+    head_dim: int
+
+    @property
+    def tokens(self) -> int:
+        """B * L."""
+        return self.batch * self.length
+
+    @property
+    def inner(self) -> int:
+        """H * D."""
+        return self.num_heads * self.head_dim
+
+    def conv_bytes(self) -> int:
+        """Read x, write the convolved x."""
+        return 2 * self.tokens * self.d_model * TWO_BYTES
+
+    def conv_backward_bytes(self) -> int:
+        """Read x and the output's gradient, write the gradient of x."""
+        return 3 * self.tokens * self.d_model * TWO_BYTES
+
+    def core_bytes(self) -> int:
+        """Read k, v and gate logits (first pass); read q and r, write y (second pass)."""
+        return (5 * self.inner + self.num_heads) * self.tokens * TWO_BYTES
+
+    def core_backward_bytes(self) -> int:
+        """Read q, r and dy, write dq and dr; read k, v and logits, write their gradients."""
+        return (9 * self.inner + 2 * self.num_heads) * self.tokens * TWO_BYTES
+
+    def layer_bytes(self) -> int:
+        """What the convolution and the core move; projections are counted in time, not in bytes."""
+        return self.conv_bytes() + self.core_bytes()
+
+
+def milliseconds(bytes_moved: int, bandwidth: float) -> float:
+    """Return the time of moving bytes at a bandwidth in bytes a second."""
+    return 1e3 * bytes_moved / bandwidth
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Return the quotient, or None where one of the two was not measured."""
+    return None if numerator is None or not denominator else numerator / denominator

@@ -1,0 +1,204 @@
+"""The benchmarks themselves: what they refuse, what they compute, what they print. Kernels are timed on a GPU only."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import conv, gate, gbla_core, gbla_layer, limits, machine, peers, plot, run, tables, timing, train_step
+from zoo.errors import ConfigError, DataError, ParityError
+
+GPU_BENCHMARKS = ["conv", "gbla_core", "gbla_layer", "train_step"]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
+
+
+def test_the_registry_lists_every_benchmark_with_its_options(capsys):
+    assert sorted(run.REGISTRY) == sorted([*GPU_BENCHMARKS, "export_build"])
+    with pytest.raises(SystemExit):
+        run.main(["--help"])
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in run.REGISTRY)
+    with pytest.raises(SystemExit):
+        run.main(["gbla_layer", "--help"])
+    assert "--lengths" in capsys.readouterr().out
+
+
+@no_gpu
+@pytest.mark.parametrize("name", GPU_BENCHMARKS)
+def test_a_gpu_benchmark_without_a_gpu_ends_in_one_sentence(name, capsys):
+    assert run.main([name, "--save", "never-written"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"ConfigError: {name} times kernels of a CUDA device") and "\n" not in error
+    assert not (run.RESULTS / "never-written.json").exists()
+
+
+def test_the_gate_admits_what_the_rule_allows_and_refuses_what_is_wrong():
+    ref64 = {"y": torch.randn(100, dtype=torch.float64)}
+    low = {"y": ref64["y"].bfloat16()}
+    assert gate.admit("op", {"y": ref64["y"].bfloat16()}, ref64, low)["y"] <= 1
+    wrong = {"y": (ref64["y"] + 0.1).bfloat16()}
+    with pytest.raises(ParityError, match=r"^op is not timed because its y is wrong: rms error"):
+        gate.admit("op", wrong, ref64, low)
+    with pytest.raises(ParityError, match="gave no y"):
+        gate.admit("op", {}, ref64, low)
+    with pytest.raises(ParityError):
+        gate.admit("op", {"y": torch.full_like(low["y"], torch.nan)}, ref64, low)
+
+
+def test_a_peer_that_is_wrong_or_fails_is_left_out_with_a_note():
+    ref64 = {"y": torch.ones(3, dtype=torch.float64)}
+    low = {"y": ref64["y"].bfloat16()}
+
+    def failing():
+        raise RuntimeError("no kernel for this\nmore")
+
+    shares, notes = gate.admit_peers(
+        {"good": lambda: low, "wrong": lambda: {"y": low["y"] * 2}, "failing": failing}, ref64, low
+    )
+    assert list(shares) == ["good"]
+    assert notes[0].startswith("wrong is not timed because its y is wrong")
+    assert notes[1] == "failing is not timed because it failed: no kernel for this."
+
+
+def test_the_ends_of_a_batch_are_its_first_and_last_row():
+    x = torch.arange(10).reshape(5, 2)
+    assert gate.end_rows(x).tolist() == [[0, 1], [8, 9]]
+    assert gate.end_rows(x[:1]).tolist() == [[0, 1]]
+
+
+def test_the_limit_of_the_layer_is_the_arithmetic_of_the_notes():
+    size = limits.MixerSize(batch=8, length=32768, d_model=1024, num_heads=16, head_dim=64)
+    token_bytes = 2 * 8 * 32768
+    assert size.conv_bytes() == 2 * 1024 * token_bytes
+    assert size.core_bytes() == (5 * 1024 + 16) * token_bytes
+    assert size.layer_bytes() == size.conv_bytes() + size.core_bytes()
+    assert size.core_backward_bytes() == (9 * 1024 + 32) * token_bytes
+    assert size.conv_backward_bytes() == 3 * 1024 * token_bytes
+    # kernels.md: a floor of 0.63 ms at 4.3 TB/s.
+    assert limits.milliseconds(size.core_bytes(), 4.3e12) == pytest.approx(0.63, abs=0.01)
+    assert limits.ratio(6.0, 1.5) == 4 and limits.ratio(None, 1.5) is None and limits.ratio(6.0, None) is None
+
+
+def test_a_table_is_aligned_and_says_what_was_not_measured():
+    text = tables.render(["L", "ms"], [[512, 0.1234], [32768, None]], ["A note."])
+    assert text.split("\n") == [
+        "|     L |    ms |",
+        "|------:|------:|",
+        "|   512 | 0.123 |",
+        "| 32768 |     - |",
+        "",
+        "A note.",
+    ]
+    assert (tables.times(3.888), tables.times(None), tables.share(0.85)) == ("3.89x", None, "85%")
+    assert tables.median({"op": {"median": 1.0}}, "op") == 1 and tables.median({}, "op") is None
+    assert tables.distinct([{"notes": ["a", "b"]}, {"notes": ["b", "c"]}]) == ["a", "b", "c"]
+
+
+def test_a_timing_holds_median_and_spread():
+    assert timing.summary([float(x) for x in range(1, 12)]) == (6.0, 2.0, 10.0, 11)
+    assert timing.summary([2.0]) == (2.0, 2.0, 2.0, 1)
+    assert timing.input_sets(2**30) == 2 and timing.input_sets(2**20) == 16 and timing.input_sets(64 * 2**20) == 4
+
+
+def test_the_commit_can_be_named_where_there_is_no_repository(monkeypatch):
+    monkeypatch.setattr(machine, "_run", lambda *_: "")
+    monkeypatch.setenv(machine.COMMIT_VARIABLE, "abc1234")
+    assert machine.describe_machine()["commit"] == "abc1234"
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Let the CPU play the GPU: candidates run once, and every one takes a millisecond."""
+    taken = timing.Timing(1.0, 0.9, 1.1, 3)
+
+    def times(candidates, sets, **_):
+        for candidate in candidates.values():
+            candidate(sets - 1)
+        return dict.fromkeys(candidates, taken)
+
+    def steps(step, count, **_):
+        step(0)
+        return taken, 2.0
+
+    monkeypatch.setattr(timing, "require_cuda", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(timing, "time_graphs", times)
+    monkeypatch.setattr(timing, "time_eager", times)
+    monkeypatch.setattr(timing, "time_steps", steps)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda *_: 4e12)
+    monkeypatch.setattr(timing, "matmul_rate", lambda *_: 8e14)
+    monkeypatch.setattr(timing, "ROTATED_BYTES", 1)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    monkeypatch.setattr(peers, "cudnn_attention", peers.plain_attention)
+    monkeypatch.setattr(peers, "torch_flash_attention", peers.plain_attention)
+    monkeypatch.setattr(peers, "flash_attention_3", lambda: (peers.plain_attention, "played"))
+
+
+def test_the_layer_benchmark_runs_to_its_table(played):
+    rows = gbla_layer.measure(batch=3, d_model=16, heads=2, head_dim=16, lengths="5,8")
+    assert [row["length"] for row in rows] == [5, 8]
+    assert set(rows[0]["graph_ms"]) == {"gbla", "fa3", "cudnn", "torch_flash", "torch_compile_gbla"}
+    assert rows[0]["fa3_over_ours"] == 1 and rows[0]["limit_ms"] > 1
+    text = gbla_layer.table(json.loads(json.dumps(rows)))
+    assert "FA3 / GBLA" in text and "all causal" in text
+
+
+def test_the_layer_benchmark_goes_on_without_flash_attention_3(played, monkeypatch):
+    monkeypatch.setattr(peers, "flash_attention_3", lambda: (None, "no FlashAttention-3: not installed"))
+    rows = gbla_layer.measure(batch=1, d_model=16, heads=2, head_dim=16, lengths="5")
+    assert rows[0]["fa3_over_ours"] is None
+    assert "no FlashAttention-3: not installed" in gbla_layer.table(rows)
+
+
+def test_the_core_and_the_convolution_run_to_their_tables(played):
+    rows = gbla_core.measure(batch=3, heads=2, head_dim=16, lengths="5", backward_lengths="7")
+    assert [row["direction"] for row in rows] == ["forward", "forward+backward"]
+    assert set(rows[1]["tolerance_used"]["op"]) == {"y", "grad_packed", "grad_norm_weight"}
+    assert "share of floor" in gbla_core.table(json.loads(json.dumps(rows)))
+    rows = conv.measure(batch=3, channels=8, lengths="6")
+    assert [row["direction"] for row in rows] == ["forward", "forward+backward"]
+    assert "share of copy speed" in conv.table(json.loads(json.dumps(rows)))
+
+
+def test_the_training_step_compares_a_preset_with_its_twin(played, monkeypatch):
+    monkeypatch.setattr(train_step, "GATE_SHAPE", (2, 9))
+    rows = train_step.measure(preset="gbla-tiny", shapes="2x6", hash_rows=64)
+    assert [row["compile"] for row in rows] == ["no", "layers"]
+    assert rows[0]["twin_over_ours"] == 1 and rows[0]["ours"]["attention"] in train_step.BACKENDS
+    assert len(rows[0]["ours"]["all_runs"]) == 2 and len(rows[1]["ours"]["all_runs"]) == 1
+    assert "twin / ours" in train_step.table(json.loads(json.dumps(rows)))
+    with pytest.raises(ConfigError, match="'maybe'"):
+        train_step.measure(compile="maybe")
+
+
+def test_a_wrong_op_is_refused_before_it_is_timed(played, monkeypatch):
+    right = gbla_core.gated_bidirectional_linear_attention
+    monkeypatch.setattr(
+        gbla_core, "gated_bidirectional_linear_attention", lambda *args, **options: right(*args, **options) * 1.1
+    )
+    monkeypatch.setattr(timing, "time_graphs", lambda *_, **__: pytest.fail("it was timed"))
+    with pytest.raises(ParityError, match="op is not timed because its y is wrong"):
+        gbla_core.measure(batch=2, heads=2, head_dim=16, lengths="5", backward_lengths="")
+
+
+def test_the_plot_is_drawn_from_a_result(tmp_path, capsys):
+    def timed(**medians):
+        return {name: {"median": median} for name, median in medians.items()}
+
+    rows = [
+        {
+            "length": length, "batch": 8, "d_model": 1024, "num_heads": 16, "head_dim": 64, "dtype": "bf16",
+            "graph_ms": timed(gbla=1e-4 * length, fa3=1e-7 * length**2, cudnn=2e-7 * length**2),
+            "limit_ms": 9e-5 * length,
+        }
+        for length in (2048, 512, 8192)
+    ]  # fmt: skip
+    result = tmp_path / "gbla_layer.json"
+    result.write_text(json.dumps({"machine": {"gpu": "NVIDIA H200, 580.159.04"}, "rows": rows}))
+    assert plot.main(["--result", str(result), "--out", str(tmp_path / "images" / "layer.png")]) == 0
+    assert (tmp_path / "images" / "layer.png").read_bytes().startswith(b"\x89PNG")
+    result.write_text("{}")
+    assert plot.main(["--result", str(result)]) == 2
+    assert "python -m benchmarks.run gbla_layer" in capsys.readouterr().err
+    with pytest.raises(DataError):
+        plot.draw(tmp_path / "absent.json", tmp_path / "x.png")
