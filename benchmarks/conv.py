@@ -1,7 +1,9 @@
-"""The short causal convolution, forward and backward, against device copy, torch.compile and conv1d."""
+"""The short causal convolution, alone and behind RMSNorm, against device copy, torch.compile and unfused peers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,99 +13,137 @@ from torch import Tensor
 
 from benchmarks import gate, limits, tables, timing
 from benchmarks.timing import Candidate
-from zoo.kernels import causal_short_conv
+from zoo.kernels import causal_short_conv, rms_norm_short_conv
 from zoo.kernels.causal_short_conv.reference import causal_short_conv_reference
+from zoo.kernels.rms_norm_short_conv.reference import rms_norm_short_conv_reference
 
-OURS, COMPILED, CONV1D = "op", "torch_compile_reference", "conv1d"
+OURS, COMPILED, UNFUSED = "op", "torch_compile_reference", "unfused"
+PER_ROW = ("y", "grad_x")
+EPS = 1e-6
 
-
-def measure(
-    batch: int = 8, channels: int = 1024, width: int = 4, lengths: str = "2048,8192,32768", seconds: float = 0.1
-) -> list[dict[str, Any]]:
-    """Return a row a length and direction: milliseconds in a CUDA graph, bf16, full rows.
-
-    Args:
-        batch: B.
-        channels: C.
-        width: taps W.
-        lengths: comma-separated.
-        seconds: of each candidate in each of three rounds.
-    """
-    device = timing.require_cuda("conv")
-    bandwidth = timing.copy_bandwidth(device)
-    rows = []
-    for length in map(int, lengths.split(",")):
-        for backward in (False, True):
-            size = limits.MixerSize(batch, length, channels, 1, channels)
-            row = _one_size(size, width, device, bandwidth, backward=backward, seconds=seconds)
-            rows.append({**row, "copy_tb_s": bandwidth / 1e12})
-            torch.cuda.empty_cache()
-    return rows
+Function = Callable[..., Tensor]
+"""x [B, L, C], lengths [B], weights -> [B, L, C]."""
 
 
-def conv1d(x_BLC: Tensor, weight_CW: Tensor, lengths_B: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Case:
+    """One op with its peers; ``dtype`` is that of x and the weights, the result is bfloat16."""
+
+    op: Function
+    reference: Function
+    unfused: Function
+    norm: bool
+    dtype: torch.dtype
+
+
+def conv1d(x_BLC: Tensor, lengths_B: Tensor, weight_CW: Tensor) -> Tensor:
     """Convolve with torch's depthwise conv1d, which wants [B, C, L]; full rows."""
     channels, width = weight_CW.shape
     z_BCL = F.conv1d(x_BLC.transpose(1, 2), weight_CW.unsqueeze(1), padding=width - 1, groups=channels)
     return z_BCL[..., : x_BLC.shape[1]].transpose(1, 2).contiguous()
 
 
-def _reference(x_BLC: Tensor, weight_CW: Tensor, lengths_B: Tensor) -> Tensor:
-    return causal_short_conv_reference(x_BLC, weight_CW, lengths_B, "none")
+def _conv(x: Tensor, lengths: Tensor, weight: Tensor) -> Tensor:
+    return causal_short_conv(x, weight, lengths)
 
 
-def _run(
-    function: Any, x: Tensor, weight: Tensor, lengths: Tensor, grad: Tensor, *, backward: bool
-) -> dict[str, Tensor]:
-    if not backward:
-        with torch.no_grad():
-            return {"y": function(x, weight, lengths)}
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = function(x, weight, lengths)
-    grad_x, grad_weight = torch.autograd.grad(y, [x, weight], grad)
-    return {"y": y, "grad_x": grad_x, "grad_weight": grad_weight}
+def _conv_reference(x: Tensor, lengths: Tensor, weight: Tensor) -> Tensor:
+    return causal_short_conv_reference(x, weight, lengths, "none")
+
+
+def _norm_conv(x: Tensor, lengths: Tensor, weight: Tensor, norm_weight: Tensor) -> Tensor:
+    return rms_norm_short_conv(x, norm_weight, weight, lengths, eps=EPS, out_dtype=torch.bfloat16)
+
+
+def _norm_conv_reference(x: Tensor, lengths: Tensor, weight: Tensor, norm_weight: Tensor) -> Tensor:
+    out_dtype = torch.float64 if x.dtype == torch.float64 else torch.bfloat16
+    return rms_norm_short_conv_reference(x, norm_weight, weight, lengths, EPS, out_dtype)[0]
+
+
+def _norm_then_conv(x: Tensor, lengths: Tensor, weight: Tensor, norm_weight: Tensor) -> Tensor:
+    n = F.rms_norm(x, norm_weight.shape, norm_weight, EPS)
+    return causal_short_conv(n, weight, lengths).to(torch.bfloat16)
+
+
+CASES = {
+    "conv bf16": Case(_conv, _conv_reference, conv1d, norm=False, dtype=torch.bfloat16),
+    "norm+conv bf16": Case(_norm_conv, _norm_conv_reference, _norm_then_conv, norm=True, dtype=torch.bfloat16),
+    "norm+conv fp32 in": Case(_norm_conv, _norm_conv_reference, _norm_then_conv, norm=True, dtype=torch.float32),
+}
+"""The last is what training under autocast does: the residual stream is float32, the next projection bfloat16."""
+
+
+def measure(
+    batch: int = 8,
+    channels: int = 1024,
+    width: int = 4,
+    lengths: str = "2048,8192,32768",
+    cases: str = ",".join(CASES),
+    seconds: float = 0.1,
+) -> list[dict[str, Any]]:
+    """Return a row a case, length and direction: milliseconds in a CUDA graph, full rows.
+
+    Args:
+        batch: B.
+        channels: C.
+        width: taps W.
+        lengths: comma-separated.
+        cases: comma-separated names of ``CASES``.
+        seconds: of each candidate in each of three rounds.
+    """
+    device = timing.require_cuda("conv")
+    bandwidth = timing.copy_bandwidth(device)
+    rows = []
+    for name in cases.split(","):
+        for length in map(int, lengths.split(",")):
+            for backward in (False, True):
+                size = limits.MixerSize(batch, length, channels, 1, channels)
+                row = _one_size(CASES[name], size, width, device, bandwidth, backward=backward, seconds=seconds)
+                rows.append({"case": name, **row, "copy_tb_s": bandwidth / 1e12})
+                torch.cuda.empty_cache()
+    return rows
 
 
 def _one_size(
-    size: limits.MixerSize, width: int, device: torch.device, bandwidth: float, *, backward: bool, seconds: float
+    case: Case,
+    size: limits.MixerSize,
+    width: int,
+    device: torch.device,
+    bandwidth: float,
+    *,
+    backward: bool,
+    seconds: float,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     shape = (size.batch, size.length, size.d_model)
-    inputs = [
-        torch.randn(shape, device=device, dtype=torch.bfloat16)
-        for _ in range(timing.input_sets(2 * size.tokens * size.d_model))
-    ]
+    sets = timing.input_sets(case.dtype.itemsize * size.tokens * size.d_model)
+    inputs = [torch.randn(shape, device=device, dtype=case.dtype) for _ in range(sets)]
     grad = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(size.d_model, width, device=device, dtype=torch.bfloat16)
+    weights = [torch.randn(size.d_model, width, device=device, dtype=case.dtype)]
+    if case.norm:
+        weights.append(torch.rand(size.d_model, device=device, dtype=case.dtype) + 0.5)
     lengths = torch.full((size.batch,), size.length, dtype=torch.int32, device=device)
     functions = {
-        OURS: causal_short_conv,
-        COMPILED: torch.compile(_reference, dynamic=False),
-        CONV1D: conv1d,
+        OURS: case.op,
+        COMPILED: torch.compile(case.reference, dynamic=False),
+        UNFUSED: case.unfused,
     }
-
-    two = [gate.end_rows(inputs[0]), weight, gate.end_rows(lengths), gate.end_rows(grad)]
-    ref64 = _run(_reference, *(x if x.dtype == torch.int32 else x.double() for x in two), backward=backward)
-    low = _run(_reference, *two, backward=backward)
-    shares = {OURS: gate.admit(OURS, _run(causal_short_conv, *two, backward=backward), ref64, low)}
-    rivals = {name: partial(_run, functions[name], *two, backward=backward) for name in (COMPILED, CONV1D)}
-    others, notes = gate.admit_peers(rivals, ref64, low)
-    shares |= others
-    del ref64, low
+    shares, notes = _admit(case, functions, inputs[0], lengths, weights, grad, backward=backward)
     candidates: dict[str, Candidate] = {
-        name: partial(_on_set, function, inputs, weight, lengths, grad, backward)
+        name: partial(_on_set, function, inputs, lengths, weights, grad, backward)
         for name, function in functions.items()
         if name in shares
     }
-    graph = timing.time_graphs(candidates, len(inputs), seconds=seconds)
-    bytes_moved = size.conv_bytes() + (size.conv_backward_bytes() if backward else 0)
+    graph = timing.time_graphs(candidates, sets, seconds=seconds)
+    bytes_moved = size.conv_bytes(case.dtype.itemsize)
+    if backward:
+        bytes_moved += size.conv_backward_bytes(case.dtype.itemsize)
     floor = limits.milliseconds(bytes_moved, bandwidth)
     return {
         **vars(size),
         "width": width,
         "direction": "forward+backward" if backward else "forward",
-        "dtype": "bf16",
         "graph_ms": {name: found._asdict() for name, found in graph.items()},
         "floor_bytes": bytes_moved,
         "floor_ms": floor,
@@ -113,20 +153,78 @@ def _one_size(
     }
 
 
-def _on_set(
-    function: Any, inputs: list[Tensor], weight: Tensor, lengths: Tensor, grad: Tensor, backward: bool, index: int
+def _admit(
+    case: Case,
+    functions: Mapping[str, Function],
+    x: Tensor,
+    lengths: Tensor,
+    weights: list[Tensor],
+    grad: Tensor,
+    *,
+    backward: bool,
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Check the op on the first and the last row; of its peers, which run on all rows, what belongs to those two."""
+    ends: list[Any] = [gate.end_rows(x), gate.end_rows(lengths), weights, gate.end_rows(grad)]
+    wide: list[Any] = [
+        gate.end_rows(x).double(),
+        ends[1],
+        [weight.double() for weight in weights],
+        gate.end_rows(grad).double(),
+    ]
+    ref64, low = (_run(case.reference, *inputs, backward=backward) for inputs in (wide, ends))
+    shares = {OURS: gate.admit(OURS, _run(case.op, *ends, backward=backward), ref64, low)}
+
+    def per_row(name: str) -> dict[str, Tensor]:
+        found = _run(functions[name], x, lengths, weights, grad, backward=backward)
+        return {key: gate.end_rows(found[key]) for key in PER_ROW if key in found}
+
+    ref64 = {key: ref64[key] for key in PER_ROW if key in ref64}
+    others, notes = gate.admit_peers({name: partial(per_row, name) for name in (COMPILED, UNFUSED)}, ref64, low)
+    return {**shares, **others}, notes
+
+
+def _run(
+    function: Function, x: Tensor, lengths: Tensor, weights: list[Tensor], grad: Tensor, *, backward: bool
 ) -> dict[str, Tensor]:
-    return _run(function, inputs[index], weight, lengths, grad, backward=backward)
+    if not backward:
+        with torch.no_grad():
+            return {"y": function(x, lengths, *weights)}
+    leaves = [tensor.detach().requires_grad_() for tensor in (x, *weights)]
+    y = function(leaves[0], lengths, *leaves[1:])
+    grads = torch.autograd.grad(y, leaves, grad)
+    return {"y": y, **dict(zip(("grad_x", "grad_weight", "grad_norm_weight"), grads, strict=False))}
+
+
+def _on_set(
+    function: Function,
+    inputs: list[Tensor],
+    lengths: Tensor,
+    weights: list[Tensor],
+    grad: Tensor,
+    backward: bool,
+    index: int,
+) -> dict[str, Tensor]:
+    return _run(function, inputs[index], lengths, weights, grad, backward=backward)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text."""
-    headers = ["direction", "L", "op ms", "compiled reference ms", "conv1d ms", "floor ms", "share of copy speed"]
+    headers = [
+        "case",
+        "direction",
+        "L",
+        "op ms",
+        "compiled reference ms",
+        "unfused ms",
+        "floor ms",
+        "share of copy speed",
+    ]
     lines = [
         [
+            row["case"],
             row["direction"],
             row["length"],
-            *(tables.median(row["graph_ms"], name) for name in (OURS, COMPILED, CONV1D)),
+            *(tables.median(row["graph_ms"], name) for name in (OURS, COMPILED, UNFUSED)),
             row["floor_ms"],
             tables.share(row["share_of_copy"]),
         ]
@@ -134,8 +232,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     first = rows[0]
     notes = [
-        f"B {first['batch']}, C {first['d_model']}, W {first['width']}, bf16, CUDA graph, median. Floor: each tensor "
-        f"moved once at {first['copy_tb_s']:.2f} TB/s (device copy).",
+        f"B {first['batch']}, C {first['d_model']}, W {first['width']}, CUDA graph, median. Floor: each tensor moved "
+        f"once at {first['copy_tb_s']:.2f} TB/s (device copy). Unfused: conv1d, or rms_norm and then our convolution.",
         *tables.distinct(rows),
     ]
     return tables.render(headers, lines, notes)

@@ -1,4 +1,4 @@
-"""Bytes that must move at least: each tensor once, 16 bits a number, in a batch of full rows."""
+"""Bytes that must move at least: each tensor once, 16 bits a number where not said otherwise, full rows."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class MixerSize:
         """H * D."""
         return self.num_heads * self.head_dim
 
-    def conv_bytes(self) -> int:
+    def conv_bytes(self, bytes_of_x: int = TWO_BYTES) -> int:
         """Read x, write the convolved x."""
-        return 2 * self.tokens * self.d_model * TWO_BYTES
+        return (bytes_of_x + TWO_BYTES) * self.tokens * self.d_model
 
-    def conv_backward_bytes(self) -> int:
+    def conv_backward_bytes(self, bytes_of_x: int = TWO_BYTES) -> int:
         """Read x and the output's gradient, write the gradient of x."""
-        return 3 * self.tokens * self.d_model * TWO_BYTES
+        return (2 * bytes_of_x + TWO_BYTES) * self.tokens * self.d_model
 
     def core_bytes(self) -> int:
         """Read k, v and gate logits (first pass); read q and r, write y (second pass)."""

@@ -24,7 +24,12 @@ from zoo.models.gbla import GBLA
 OURS, TWIN = "ours", "all-softmax"
 BACKENDS = ("cudnn", "flash")
 GATE_SHAPE = (4, 512)
-GATE_GRADIENTS = ("items.projection.weight", "encoder.0.mixer.qkv.weight", "decoder.0.cross_key_value.weight")
+GATE_GRADIENTS = (
+    "items.projection.weight",
+    "encoder.0.mixer.qkv.weight",
+    "encoder.1.mixer.projection.weight",
+    "decoder.0.cross_key_value.weight",
+)
 
 
 def measure(

@@ -74,6 +74,7 @@ def test_the_limit_of_the_layer_is_the_arithmetic_of_the_notes():
     assert size.layer_bytes() == size.conv_bytes() + size.core_bytes()
     assert size.core_backward_bytes() == (9 * 1024 + 32) * token_bytes
     assert size.conv_backward_bytes() == 3 * 1024 * token_bytes
+    assert (size.conv_bytes(4), size.conv_backward_bytes(4)) == (3 * 1024 * token_bytes, 5 * 1024 * token_bytes)
     # kernels.md: a floor of 0.63 ms at 4.3 TB/s.
     assert limits.milliseconds(size.core_bytes(), 4.3e12) == pytest.approx(0.63, abs=0.01)
     assert limits.ratio(6.0, 1.5) == 4 and limits.ratio(None, 1.5) is None and limits.ratio(6.0, None) is None
@@ -156,7 +157,10 @@ def test_the_core_and_the_convolution_run_to_their_tables(played):
     assert set(rows[1]["tolerance_used"]["op"]) == {"y", "grad_packed", "grad_norm_weight"}
     assert "share of floor" in gbla_core.table(json.loads(json.dumps(rows)))
     rows = conv.measure(batch=3, channels=8, lengths="6")
-    assert [row["direction"] for row in rows] == ["forward", "forward+backward"]
+    assert [row["case"] for row in rows[::2]] == list(conv.CASES)
+    assert [row["direction"] for row in rows[:2]] == ["forward", "forward+backward"]
+    assert set(rows[-1]["tolerance_used"]["op"]) == {"y", "grad_x", "grad_weight", "grad_norm_weight"}
+    assert all(set(row["graph_ms"]) == {"op", "torch_compile_reference", "unfused"} for row in rows), rows[0]["notes"]
     assert "share of copy speed" in conv.table(json.loads(json.dumps(rows)))
 
 
