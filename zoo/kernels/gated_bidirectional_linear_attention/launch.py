@@ -7,7 +7,6 @@ and the tests run every entry that the table can give.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +14,13 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.gated_bidirectional_linear_attention.packing import PackedLayout
-from zoo.kernels.launch import TRITON_TYPE, Choice, KernelBuild, capability, choose_triton, multiprocessors
+from zoo.kernels.launch import Choice, capability, choose_triton, multiprocessors
 
 HEAD_DIMS = (16, 32, 64, 128)
 _TMA_CAPABILITY = 90
 _TMA_ALIGNMENT = 16
 _LARGEST_INT32 = 2**31 - 1
+_LONGEST_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -118,16 +118,42 @@ _BACKWARD = {
 
 def _without_tma(table: dict[tuple[str, int, int], TileConfig]) -> dict[tuple[str, int, int], TileConfig]:
     """Return a table for GPUs with no tensor memory accelerator and less shared memory."""
-    return {
-        key: TileConfig(min(c.block_l, 64), c.num_warps, min(c.num_stages, 2), c.tiles) for key, c in table.items()
-    }
+    return {key: TileConfig(min(c.block_l, 64), c.num_warps, min(c.num_stages, 2), c.tiles) for key, c in table.items()}
 
 
 _FORWARD_OLDER = _without_tma(_FORWARD)
 _BACKWARD_OLDER = _without_tma(_BACKWARD)
 _PROGRAMS_PER_MULTIPROCESSOR = 32
-_COMBINE_COLUMNS = 32
-_COMBINE_STAGES = 3
+COMBINE_WARPS = 4
+
+
+def gradient_dot_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what the operands of gradient products are: float16 gradients need float32's range."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def constants(kernel: str, layout: PackedLayout, dtype: torch.dtype, config: TileConfig) -> dict[str, Any]:
+    """Return a kernel's compile-time arguments; TMA and FINAL, and a smaller TILES, are the launch's to say."""
+    import triton.language as tl
+
+    found: dict[str, Any] = {"D": layout.head_dim, "BLOCK_L": config.block_l, "STAGES": config.num_stages}
+    if kernel in ("reduce", "keys"):
+        found["KEY_GATE"] = layout.key_gate
+    if kernel in ("apply", "queries"):
+        found["GATED_NORM"] = layout.gated_norm
+    if kernel in ("apply", "keys"):
+        found["TILES"] = config.tiles
+    if kernel != "keys":
+        found["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"
+    if kernel in ("queries", "keys"):
+        found["DOT"] = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+        found["DOT_PRECISION"] = "tf32" if dtype == torch.float16 else "ieee"
+    return found
+
+
+def combine_constants(head_dim: int) -> dict[str, Any]:
+    """Return the compile-time arguments of both combine kernels."""
+    return {"D": head_dim, "COLUMNS": min(32, head_dim), "STAGES": 3}
 
 
 def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: TileConfig | None = None) -> State:
@@ -149,21 +175,20 @@ def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: 
     splits, chunk = _split(batch * heads, length, config, packed.device)
     part_kv = torch.empty(batch, heads, splits, dim, dim, **float32) if splits > 1 else state.log_z
     part_z, part_max = torch.empty(2, batch, heads, splits, dim, **float32) if splits > 1 else (state.log_z,) * 2
-    desc = _descriptor(packed, config, dim)
+    desc, tma = _descriptors([packed], config, dim)
     with _on_device(packed):
         reduce_kernel[(batch * heads * splits,)](
             packed, desc, lengths, *state, part_kv, part_z, part_max,
             length, heads, splits, chunk, packed.stride(0), packed.stride(1),
             layout.key, layout.value, layout.key_gate_logit or 0,
-            D=dim, BLOCK_L=config.block_l, KEY_GATE=layout.key_gate, TMA=desc is not packed, FINAL=splits == 1,
-            PRECISION=_precision(packed.dtype), STAGES=config.num_stages, num_warps=config.num_warps,
+            **constants("reduce", layout, packed.dtype, config), TMA=tma, FINAL=splits == 1,
+            num_warps=config.num_warps,
         )  # fmt: skip
         if splits > 1:
-            columns = min(_COMBINE_COLUMNS, dim)
-            combine_kernel[(batch * heads * (dim // columns),)](
-                part_kv, part_z, part_max, *state, splits,
-                D=dim, COLUMNS=columns, STAGES=_COMBINE_STAGES, num_warps=4,
-            )  # fmt: skip
+            combine = combine_constants(dim)
+            combine_kernel[(batch * heads * (dim // combine["COLUMNS"]),)](
+                part_kv, part_z, part_max, *state, splits, **combine, num_warps=COMBINE_WARPS
+            )
     return state
 
 
@@ -187,13 +212,13 @@ def apply_state(
     if out.numel() == 0:
         return out
     tiles, blocks = _tiles(batch * heads, length, config, packed.device)
-    desc = _descriptor(packed, config, dim)
+    desc, tma = _descriptors([packed], config, dim)
     with _on_device(packed):
         apply_kernel[(batch * heads * blocks,)](
             packed, desc, lengths, state.values, state.log_z, norm_weight, out,
             length, heads, blocks, packed.stride(0), packed.stride(1), layout.query, layout.residual_gate or 0, eps,
-            D=dim, BLOCK_L=config.block_l, TILES=tiles, GATED_NORM=layout.gated_norm, TMA=desc is not packed,
-            PRECISION=_precision(packed.dtype), STAGES=config.num_stages, num_warps=config.num_warps,
+            **(constants("apply", layout, packed.dtype, config) | {"TILES": tiles}), TMA=tma,
+            num_warps=config.num_warps,
         )  # fmt: skip
     return out
 
@@ -235,8 +260,7 @@ def backward(
     if grad_packed.numel() == 0:
         return grad_packed, torch.zeros_like(norm_weight)
     grad = grad.to(packed.dtype)
-    dot = torch.bfloat16 if packed.dtype == torch.bfloat16 else torch.float32
-    dot_precision = "tf32" if packed.dtype == torch.float16 else "ieee"
+    dot = gradient_dot_dtype(packed.dtype)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     config = queries_config or backward_config("queries", dim, packed.dtype, capability(device))
     splits, chunk = _split(batch * heads, length, config, device)
@@ -245,32 +269,28 @@ def backward(
     part_weight = torch.empty(batch, heads, splits, dim, **float32) if layout.gated_norm else part_z
     grad_state = torch.empty(batch, heads, dim, dim, dtype=dot, device=device)
     grad_z = torch.empty(batch, heads, dim, **float32)
-    desc = _descriptor(packed, config, dim)
-    grad_desc = _descriptor(grad, config, dim) if desc is not packed else grad
-    tma = desc is not packed and grad_desc is not grad
+    desc, grad_desc, out_desc, tma = _descriptors([packed, grad, grad_packed], config, dim)
     with _on_device(packed):
         backward_queries_kernel[(batch * heads * splits,)](
-            grad, grad_desc if tma else grad, packed, desc if tma else packed, lengths, state.values, state.log_z,
-            norm_weight, grad_packed, part_state, part_z, part_weight,
+            grad, grad_desc, packed, desc, lengths, state.values, state.log_z, norm_weight, grad_packed, out_desc,
+            part_state, part_z, part_weight,
             length, heads, splits, chunk, grad.stride(0), grad.stride(1), packed.stride(0), packed.stride(1), width,
             layout.query, layout.residual_gate or 0, eps,
-            D=dim, BLOCK_L=config.block_l, GATED_NORM=layout.gated_norm, TMA=tma, PRECISION=_precision(packed.dtype),
-            DOT=_triton_dtype(dot), DOT_PRECISION=dot_precision, STAGES=config.num_stages, num_warps=config.num_warps,
+            **constants("queries", layout, packed.dtype, config), TMA=tma, num_warps=config.num_warps,
         )  # fmt: skip
-        columns = min(_COMBINE_COLUMNS, dim)
-        backward_combine_kernel[(batch * heads * (dim // columns),)](
-            part_state, part_z, grad_state, grad_z, splits,
-            D=dim, COLUMNS=columns, STAGES=_COMBINE_STAGES, num_warps=4,
-        )  # fmt: skip
+        combine = combine_constants(dim)
+        backward_combine_kernel[(batch * heads * (dim // combine["COLUMNS"]),)](
+            part_state, part_z, grad_state, grad_z, splits, **combine, num_warps=COMBINE_WARPS
+        )
         config = keys_config or backward_config("keys", dim, packed.dtype, capability(device))
         tiles, blocks = _tiles(batch * heads, length, config, device)
-        desc = _descriptor(packed, config, dim)
+        desc, out_desc, tma = _descriptors([packed, grad_packed], config, dim)
         backward_keys_kernel[(batch * heads * blocks,)](
-            packed, desc, lengths, state.log_z, state.shift, grad_state, grad_z, grad_packed,
+            packed, desc, lengths, state.log_z, state.shift, grad_state, grad_z, grad_packed, out_desc,
             length, heads, blocks, packed.stride(0), packed.stride(1), width, layout.used_width,
             layout.key, layout.value, layout.key_gate_logit or 0,
-            D=dim, BLOCK_L=config.block_l, TILES=tiles, KEY_GATE=layout.key_gate, TMA=desc is not packed,
-            DOT=_triton_dtype(dot), DOT_PRECISION=dot_precision, STAGES=config.num_stages, num_warps=config.num_warps,
+            **(constants("keys", layout, packed.dtype, config) | {"TILES": tiles}), TMA=tma,
+            num_warps=config.num_warps,
         )  # fmt: skip
     if not layout.gated_norm:
         return grad_packed, torch.zeros_like(norm_weight)
@@ -296,36 +316,32 @@ def _tiles(pairs: int, length: int, config: TileConfig, device: torch.device) ->
 
 
 def _columns_together(x: Tensor) -> Tensor:
-    """Return ``x`` with neighbouring columns adjacent in memory; other strides are free."""
-    return x if x.stride(-1) == 1 and all(stride >= 0 for stride in x.stride()) else x.contiguous()
+    """Return ``x`` with neighbouring columns adjacent; other strides are free, within 32-bit offsets in a tile."""
+    return x if x.stride(-1) == 1 and x.stride(1) < _LARGEST_INT32 // _LONGEST_TILE else x.contiguous()
 
 
-def _descriptor(x: Tensor, config: TileConfig, dim: int) -> Any:
-    """Return a tensor-memory descriptor of ``x`` [B, L, P] as [B * L, P], or ``x`` itself where one cannot be had."""
-    batch, length, width = x.shape
-    fits = (
-        config.tma
-        and (batch == 1 or x.stride(0) == length * x.stride(1))
-        and x.data_ptr() % _TMA_ALIGNMENT == 0
-        and x.stride(1) * x.element_size() % _TMA_ALIGNMENT == 0
-        and batch * length <= _LARGEST_INT32
-        and length > 0
-    )
-    if not fits:
-        return x
+def _descriptors(tensors: list[Tensor], config: TileConfig, dim: int) -> tuple[Any, ...]:
+    """Return tensor-memory descriptors of [B, L, P] tensors as [B * L, P], and whether they could be had.
+
+    Where one of them cannot be described, the tensors themselves take the descriptors' places.
+    """
+    if not (config.tma and all(_is_describable(x) for x in tensors)):
+        return *tensors, False
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, [batch * length, width], [x.stride(1), 1], [config.block_l, dim])
+    block = [config.block_l, dim]
+    shapes = [([x.shape[0] * x.shape[1], x.shape[2]], [x.stride(1), 1]) for x in tensors]
+    return *(TensorDescriptor(x, *shape, block) for x, shape in zip(tensors, shapes, strict=True)), True
 
 
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
+def _is_describable(x: Tensor) -> bool:
+    batch, length, _ = x.shape
+    return (
+        (batch == 1 or x.stride(0) == length * x.stride(1))
+        and x.data_ptr() % _TMA_ALIGNMENT == 0
+        and x.stride(1) * x.element_size() % _TMA_ALIGNMENT == 0
+        and 0 < batch * length <= _LARGEST_INT32
+    )
 
 
 def _on_device(x: Tensor) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.errors import ConfigError, DTypeError, ShapeError
+from zoo.kernels.gated_bidirectional_linear_attention import launch
 from zoo.kernels.gated_bidirectional_linear_attention.packing import PackedLayout
 from zoo.kernels.gated_bidirectional_linear_attention.reference import (
     gated_bidirectional_linear_attention_backward_reference,
@@ -49,9 +50,11 @@ def gated_bidirectional_linear_attention(
     Raises:
         ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
     """
-    return torch.ops.zoo.gated_bidirectional_linear_attention(
-        packed, norm_weight, lengths, num_heads, head_dim, eps, key_gate, gated_norm
-    )
+    arguments = (packed, norm_weight, lengths, num_heads, head_dim, eps, key_gate, gated_norm)
+    wants_grad = torch.is_grad_enabled() and (packed.requires_grad or norm_weight.requires_grad)
+    if wants_grad and not torch.compiler.is_exporting():
+        return torch.ops.zoo.gated_bidirectional_linear_attention_training(*arguments)[0]
+    return torch.ops.zoo.gated_bidirectional_linear_attention(*arguments)
 
 
 @torch.library.custom_op(f"zoo::{_NAME}", mutates_args=())
@@ -66,16 +69,11 @@ def _forward(
     gated_norm: bool,
 ) -> Tensor:
     layout = PackedLayout(num_heads, head_dim, key_gate, gated_norm)
-    _check(packed, norm_weight, lengths, layout)
-    check_batch(_NAME, "packed", packed, lengths)
-    if not eps >= 0:
-        raise ConfigError(f"{_NAME}: eps is {eps}; it must be 0 or more")
-    return gated_bidirectional_linear_attention_reference(packed, norm_weight, lengths, layout, eps)
+    return _attend(packed, norm_weight, lengths, layout, eps)[0]
 
 
-@torch.library.custom_op(f"zoo::{_NAME}_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
+@torch.library.custom_op(f"zoo::{_NAME}_training", mutates_args=())
+def _training(
     packed: Tensor,
     norm_weight: Tensor,
     lengths: Tensor,
@@ -84,9 +82,52 @@ def _backward(
     eps: float,
     key_gate: bool,
     gated_norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op with the state that its backward would otherwise compute again; the reference leaves it empty."""
+    layout = PackedLayout(num_heads, head_dim, key_gate, gated_norm)
+    y, state = _attend(packed, norm_weight, lengths, layout, eps)
+    return y, *(state or _no_state(packed))
+
+
+@torch.library.custom_op(f"zoo::{_NAME}_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    packed: Tensor,
+    norm_weight: Tensor,
+    lengths: Tensor,
+    values: Tensor,
+    log_z: Tensor,
+    shift: Tensor,
+    num_heads: int,
+    head_dim: int,
+    eps: float,
+    key_gate: bool,
+    gated_norm: bool,
 ) -> tuple[Tensor, Tensor]:
     layout = PackedLayout(num_heads, head_dim, key_gate, gated_norm)
+    if launch.choose(packed, layout).ok:
+        state = launch.State(values, log_z, shift)
+        if values.numel() == 0:
+            state = launch.reduce_state(packed, lengths, layout)
+        return launch.backward(grad, packed, norm_weight, lengths, state, layout, eps)
     return gated_bidirectional_linear_attention_backward_reference(grad, packed, norm_weight, lengths, layout, eps)
+
+
+def _attend(
+    packed: Tensor, norm_weight: Tensor, lengths: Tensor, layout: PackedLayout, eps: float
+) -> tuple[Tensor, launch.State | None]:
+    _check(packed, norm_weight, lengths, layout)
+    check_batch(_NAME, "packed", packed, lengths)
+    if not eps >= 0:
+        raise ConfigError(f"{_NAME}: eps is {eps}; it must be 0 or more")
+    if launch.choose(packed, layout).ok:
+        state = launch.reduce_state(packed, lengths, layout)
+        return launch.apply_state(packed, norm_weight, lengths, state, layout, eps), state
+    return gated_bidirectional_linear_attention_reference(packed, norm_weight, lengths, layout, eps), None
+
+
+def _no_state(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return packed.new_empty(0), packed.new_empty(0, dtype=torch.float32), packed.new_empty(0, dtype=torch.float32)
 
 
 @_forward.register_fake
@@ -104,27 +145,53 @@ def _forward_fake(
     return torch.empty((*packed.shape[:2], num_heads * head_dim), dtype=packed.dtype, device=packed.device)
 
 
+@_training.register_fake
+def _training_fake(
+    packed: Tensor,
+    norm_weight: Tensor,
+    lengths: Tensor,
+    num_heads: int,
+    head_dim: int,
+    eps: float,
+    key_gate: bool,
+    gated_norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y = _forward_fake(packed, norm_weight, lengths, num_heads, head_dim, eps, key_gate, gated_norm)
+    if not launch.choose_for(packed.device, packed.dtype, head_dim).ok:
+        return y, *_no_state(packed)
+    batch = packed.shape[0]
+    return (
+        y,
+        packed.new_empty(batch, num_heads, head_dim, head_dim),
+        packed.new_empty(batch, num_heads, head_dim, dtype=torch.float32),
+        packed.new_empty(batch, num_heads, dtype=torch.float32),
+    )
+
+
 @_backward.register_fake
 def _backward_fake(
-    grad: Tensor, packed: Tensor, norm_weight: Tensor, lengths: Tensor, *settings: Any
+    grad: Tensor, packed: Tensor, norm_weight: Tensor, lengths: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     return torch.empty(packed.shape, dtype=packed.dtype, device=packed.device), torch.empty_like(norm_weight)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     packed, norm_weight, lengths, *ctx.settings = inputs
-    ctx.save_for_backward(packed, norm_weight, lengths)
+    state = output[1:] if isinstance(output, tuple) else _no_state(packed)
+    ctx.save_for_backward(packed, norm_weight, lengths, *state)
+    if isinstance(output, tuple):
+        ctx.mark_non_differentiable(*state)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    packed, norm_weight, lengths = ctx.saved_tensors
+def _autograd(ctx: Any, grad: Tensor, *state_grads: Any) -> tuple[Tensor | None, ...]:
     grad_packed, grad_norm_weight = torch.ops.zoo.gated_bidirectional_linear_attention_backward(
-        grad, packed, norm_weight, lengths, *ctx.settings
+        grad, *ctx.saved_tensors, *ctx.settings
     )
     return (grad_packed, grad_norm_weight, None, *(None for _ in ctx.settings))
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
+_training.register_autograd(_autograd, setup_context=_setup_context)
 
 
 def _check(packed: Tensor, norm_weight: Tensor, lengths: Tensor, layout: PackedLayout) -> None:

@@ -25,18 +25,71 @@ from zoo.kernels.gated_bidirectional_linear_attention.triton_forward import atte
 from zoo.kernels.gated_bidirectional_linear_attention.triton_tiles import (
     above_zero,
     below_zero,
-    exp_below,
+    exp_rows_columns,
     load_gate,
     load_tile,
     row_length,
     sigmoid,
     split_program,
+    store_tile,
+    whole_tiles,
+    wide,
+    zero_tiles,
 )
 
 
 @triton.jit
+def _queries_tile(
+    g_DD, t_DX, weight_LD, grad, grad_desc, packed, desc, row_start, t, end, stop, grad_stride_l, stride_l, width,
+    out_column, query_column, gate_column, eps, v_DD, v_dot_DD, l_D, weight_D, grad_packed,
+    out_desc,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, DOT: tl.constexpr, DOT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    EXACT: tl.constexpr = v_DD.dtype == tl.float32
+    q_LD = load_tile(packed, desc, row_start, t, end, stride_l, query_column, D, BLOCK_L, TMA, MASKED)
+    grad_LD = load_tile(grad, grad_desc, row_start, t, end, grad_stride_l, out_column, D, BLOCK_L, TMA, MASKED)
+    exp_LD, f_LD = query_weights(q_LD.to(tl.float32), l_D, EXACT)
+    num_LD, den_L = attend(f_LD, v_DD, PRECISION)
+    grad_LD = grad_LD.to(tl.float32)
+    reciprocal_L = 1.0 / den_L
+    if GATED_NORM:
+        r_LD = load_tile(packed, desc, row_start, t, end, stride_l, gate_column, D, BLOCK_L, TMA, MASKED)
+        r_LD = r_LD.to(tl.float32)
+        inverse_L = tl.rsqrt(tl.sum(num_LD * num_LD, 1) / D + eps * den_L * den_L)
+        normed_LD = num_LD * inverse_L[:, None]
+        sigmoid_LD = sigmoid(r_LD, EXACT)
+        grad_sigmoid_LD = grad_LD * sigmoid_LD
+        grad_silu_LD = grad_sigmoid_LD * r_LD
+        dr_LD = (grad_sigmoid_LD + grad_silu_LD - grad_silu_LD * sigmoid_LD) * (normed_LD * weight_D[None, :])
+        store_tile(grad_packed, out_desc, row_start, t, stop, width, gate_column, dr_LD, D, BLOCK_L, TMA, MASKED)
+        weight_LD += grad_silu_LD * normed_LD
+        g_LD = grad_silu_LD * weight_D[None, :]
+        product_L = tl.sum(g_LD * normed_LD, 1)
+        rstd_L = inverse_L * den_L
+        do_LD = g_LD * rstd_L[:, None] - normed_LD * (product_L * rstd_L / D)[:, None]
+        c_L = -product_L * (eps * rstd_L * rstd_L)
+    else:
+        do_LD = grad_LD
+        c_L = -tl.sum(grad_LD * num_LD, 1) * reciprocal_L
+    do_lo_LD = do_LD.to(DOT)
+    dq_LD = tl.dot(do_lo_LD, v_dot_DD, input_precision=DOT_PRECISION) + c_L[:, None]
+    dq_LD = dq_LD * (exp_LD * reciprocal_L[:, None])
+    store_tile(grad_packed, out_desc, row_start, t, stop, width, query_column, dq_LD, D, BLOCK_L, TMA, MASKED)
+    f_LD = f_LD * reciprocal_L[:, None]
+    f_DL = tl.trans(f_LD.to(DOT))
+    g_DD = tl.dot(f_DL, do_lo_LD, g_DD, input_precision=DOT_PRECISION)
+    if tl.float32 == DOT:
+        t_DX += tl.sum(f_LD * c_L[:, None], 0)[:, None]
+    else:
+        t_DX = tl.dot(f_DL, tl.broadcast_to(c_L[:, None], [BLOCK_L, 16]).to(DOT), t_DX)
+    return g_DD, t_DX, weight_LD
+
+
+@triton.jit
 def backward_queries_kernel(
-    grad, grad_desc, packed, desc, lengths, state, log_z, norm_weight, grad_packed, part_state, part_z, part_weight,
+    grad, grad_desc, packed, desc, lengths, state, log_z, norm_weight, grad_packed, out_desc,
+    part_state, part_z, part_weight,
     length, heads, splits, chunk, grad_stride_b, grad_stride_l, stride_b, stride_l, width, query_column, gate_column,
     eps,
     D: tl.constexpr, BLOCK_L: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -48,69 +101,43 @@ def backward_queries_kernel(
     start = split * chunk
     stop = tl.minimum(start + chunk, length)
     end = tl.minimum(stop, valid)
+    full_end = whole_tiles(start, end, BLOCK_L)
     columns = tl.arange(0, D)
     pair = row.to(tl.int64) * heads + head
     packed += row.to(tl.int64) * stride_b
     grad += row.to(tl.int64) * grad_stride_b
-    grad_row = grad_packed + row.to(tl.int64) * length * width
+    grad_packed += row.to(tl.int64) * length * width
     query_column += head * D
     gate_column += head * D
     v_DD = tl.load(state + pair * D * D + columns[:, None] * D + columns[None, :])
     l_D = tl.load(log_z + pair * D + columns)
     v_dot_DD = tl.trans(v_DD).to(DOT)
+    weight_D = l_D
     if GATED_NORM:
         weight_D = tl.load(norm_weight + head * D + columns).to(tl.float32)
-    state_DD = tl.zeros([D, D], tl.float32)
-    z_D = tl.zeros([D], tl.float32)
-    grad_weight_D = tl.zeros([D], tl.float32)
-    for t in tl.range(start, end, BLOCK_L, num_stages=STAGES):
-        rows = t + tl.arange(0, BLOCK_L)
-        q_LD = load_tile(packed, desc, row * length, t, end, stride_l, query_column, D, BLOCK_L, TMA, True)
-        grad_LD = load_tile(grad, grad_desc, row * length, t, end, grad_stride_l, head * D, D, BLOCK_L, TMA, True)
-        grad_LD = grad_LD.to(tl.float32)
-        exp_LD, f_LD = query_weights(q_LD.to(tl.float32), l_D)
-        num_LD, den_L = attend(f_LD, v_DD, PRECISION)
-        target = grad_row + rows.to(tl.int64)[:, None] * width + columns[None, :]
-        inside = (rows < stop)[:, None]
-        if GATED_NORM:
-            r_LD = load_tile(packed, desc, row * length, t, end, stride_l, gate_column, D, BLOCK_L, TMA, True)
-            r_LD = r_LD.to(tl.float32)
-            inverse_L = tl.rsqrt(tl.sum(num_LD * num_LD, 1) / D + eps * den_L * den_L)
-            normed_LD = num_LD * inverse_L[:, None]
-            sigmoid_LD = sigmoid(r_LD)
-            grad_silu_LD = grad_LD * sigmoid_LD
-            grad_weight_D += tl.sum(grad_silu_LD * r_LD * normed_LD, 0)
-            dr_LD = grad_silu_LD * (1.0 + r_LD * (1.0 - sigmoid_LD)) * normed_LD * weight_D[None, :]
-            tl.store(target + gate_column, dr_LD.to(grad_packed.dtype.element_ty), mask=inside)
-            g_LD = grad_silu_LD * r_LD * weight_D[None, :]
-            product_L = tl.sum(g_LD * normed_LD, 1)
-            rstd_L = inverse_L * den_L
-            do_LD = (g_LD - normed_LD * (product_L / D)[:, None]) * rstd_L[:, None]
-            c_L = -product_L * (eps * rstd_L * rstd_L)
-        else:
-            do_LD = grad_LD
-            c_L = -tl.sum(grad_LD * num_LD, 1) / den_L
-        do_lo_LD = do_LD.to(DOT)
-        reciprocal_L = 1.0 / den_L
-        df_LD = tl.dot(do_lo_LD, v_dot_DD, input_precision=DOT_PRECISION) + c_L[:, None]
-        dq_LD = df_LD * exp_LD * reciprocal_L[:, None]
-        tl.store(target + query_column, dq_LD.to(grad_packed.dtype.element_ty), mask=inside)
-        f_LD = f_LD * reciprocal_L[:, None]
-        state_DD = tl.dot(tl.trans(f_LD.to(DOT)), do_lo_LD, state_DD, input_precision=DOT_PRECISION)
-        z_D += tl.sum(f_LD * c_L[:, None], 0)
+    g_DD = tl.zeros([D, D], tl.float32)
+    t_DX = tl.zeros([D, 16], tl.float32)
+    weight_LD = tl.zeros([BLOCK_L, D], tl.float32)
+    for t in tl.range(start, full_end, BLOCK_L, num_stages=STAGES):
+        g_DD, t_DX, weight_LD = _queries_tile(
+            g_DD, t_DX, weight_LD, grad, grad_desc, packed, desc, row * length, t, end, stop, grad_stride_l, stride_l,
+            width, head * D, query_column, gate_column, eps, v_DD, v_dot_DD, l_D, weight_D, grad_packed, out_desc,
+            D, BLOCK_L, GATED_NORM, TMA, False, PRECISION, DOT, DOT_PRECISION,
+        )  # fmt: skip
+    if full_end < end:
+        g_DD, t_DX, weight_LD = _queries_tile(
+            g_DD, t_DX, weight_LD, grad, grad_desc, packed, desc, row * length, full_end, end, stop, grad_stride_l,
+            stride_l, width, head * D, query_column, gate_column, eps, v_DD, v_dot_DD, l_D, weight_D, grad_packed,
+            out_desc,
+            D, BLOCK_L, GATED_NORM, TMA, True, PRECISION, DOT, DOT_PRECISION,
+        )  # fmt: skip
     part = pair * splits + split
-    tl.store(part_state + part * D * D + columns[:, None] * D + columns[None, :], state_DD)
-    tl.store(part_z + part * D + columns, z_D)
+    tl.store(part_state + part * D * D + columns[:, None] * D + columns[None, :], g_DD)
+    tl.store(part_z + part * D + columns, tl.sum(t_DX, 1) / 16.0)
+    zero_tiles(grad_packed, start, end, stop, width, query_column, D, BLOCK_L)
     if GATED_NORM:
-        tl.store(part_weight + part * D + columns, grad_weight_D)
-    zeros_LD = tl.zeros([BLOCK_L, D], grad_packed.dtype.element_ty)
-    padding = start + (tl.maximum(end - start, 0) + BLOCK_L - 1) // BLOCK_L * BLOCK_L
-    for t in tl.range(padding, stop, BLOCK_L):
-        rows = t + tl.arange(0, BLOCK_L)
-        target = grad_row + rows.to(tl.int64)[:, None] * width + columns[None, :]
-        tl.store(target + query_column, zeros_LD, mask=(rows < stop)[:, None])
-        if GATED_NORM:
-            tl.store(target + gate_column, zeros_LD, mask=(rows < stop)[:, None])
+        tl.store(part_weight + part * D + columns, tl.sum(weight_LD, 0))
+        zero_tiles(grad_packed, start, end, stop, width, gate_column, D, BLOCK_L)
 
 
 @triton.jit
@@ -135,8 +162,36 @@ def backward_combine_kernel(
 
 
 @triton.jit
+def _keys_tile(
+    packed, desc, row_start, t, end, stop, stride_l, width, key_column, value_column, gate_column, g_DD,
+    g_transposed_DD, t_D, l_D, shift, grad_packed, out_desc,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    DOT: tl.constexpr, DOT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    k_LD = load_tile(packed, desc, row_start, t, end, stride_l, key_column, D, BLOCK_L, TMA, MASKED)
+    v_LD = load_tile(packed, desc, row_start, t, end, stride_l, value_column, D, BLOCK_L, TMA, MASKED)
+    gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, MASKED) - shift
+    dw_LD = tl.dot(v_LD.to(DOT), g_transposed_DD, input_precision=DOT_PRECISION) + t_D[None, :]
+    k_LD = k_LD.to(tl.float32)
+    exp_LD = exp_rows_columns(below_zero(k_LD), gate_L, l_D, v_LD.dtype == tl.float32)
+    w_LD = above_zero(k_LD) * exp_LD
+    dk_LD = dw_LD * exp_LD
+    store_tile(grad_packed, out_desc, row_start, t, stop, width, key_column, dk_LD, D, BLOCK_L, TMA, MASKED)
+    dv_LD = tl.dot(w_LD.to(DOT), g_DD, input_precision=DOT_PRECISION)
+    store_tile(grad_packed, out_desc, row_start, t, stop, width, value_column, dv_LD, D, BLOCK_L, TMA, MASKED)
+    if KEY_GATE:
+        rows = tl.arange(0, BLOCK_L)
+        target = grad_packed + wide(t) * width + gate_column + rows * width
+        ds_L = tl.sum(dw_LD * w_LD, 1).to(grad_packed.dtype.element_ty)
+        if MASKED:
+            tl.store(target, ds_L, mask=t + rows < stop)
+        else:
+            tl.store(target, ds_L)
+
+
+@triton.jit
 def backward_keys_kernel(
-    packed, desc, lengths, log_z, shift, grad_state, grad_z, grad_packed,
+    packed, desc, lengths, log_z, shift, grad_state, grad_z, grad_packed, out_desc,
     length, heads, blocks, stride_b, stride_l, width, used_width, key_column, value_column, gate_column,
     D: tl.constexpr, BLOCK_L: tl.constexpr, TILES: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr,
     DOT: tl.constexpr, DOT_PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -147,10 +202,11 @@ def backward_keys_kernel(
     start = block * (BLOCK_L * TILES)
     stop = tl.minimum(start + BLOCK_L * TILES, length)
     end = tl.minimum(stop, valid)
+    full_end = whole_tiles(start, end, BLOCK_L)
     columns = tl.arange(0, D)
     pair = row.to(tl.int64) * heads + head
     packed += row.to(tl.int64) * stride_b
-    grad_row = grad_packed + row.to(tl.int64) * length * width
+    grad_packed += row.to(tl.int64) * length * width
     gate_column += head
     key_column += head * D
     value_column += head * D
@@ -159,40 +215,28 @@ def backward_keys_kernel(
     t_D = tl.load(grad_z + pair * D + columns)
     l_D = tl.load(log_z + pair * D + columns)
     largest = tl.load(shift + pair)
-    for t in tl.range(start, end, BLOCK_L, num_stages=STAGES):
+    for t in tl.range(start, full_end, BLOCK_L, num_stages=STAGES):
+        _keys_tile(
+            packed, desc, row * length, t, end, stop, stride_l, width, key_column, value_column, gate_column, g_DD,
+            g_transposed_DD, t_D, l_D, largest, grad_packed, out_desc,
+            D, BLOCK_L, KEY_GATE, TMA, False, DOT, DOT_PRECISION,
+        )  # fmt: skip
+    if full_end < end:
+        _keys_tile(
+            packed, desc, row * length, full_end, end, stop, stride_l, width, key_column, value_column, gate_column,
+            g_DD, g_transposed_DD, t_D, l_D, largest, grad_packed, out_desc,
+            D, BLOCK_L, KEY_GATE, TMA, True, DOT, DOT_PRECISION,
+        )  # fmt: skip
+    zero_tiles(grad_packed, start, end, stop, width, key_column, D, BLOCK_L)
+    zero_tiles(grad_packed, start, end, stop, width, value_column, D, BLOCK_L)
+    # The gates of padding, and for head 0 the columns that align the row (seven at most), are zero too.
+    for t in tl.range(start, stop, BLOCK_L):
         rows = t + tl.arange(0, BLOCK_L)
-        inside = rows < stop
-        k_LD = load_tile(packed, desc, row * length, t, end, stride_l, key_column, D, BLOCK_L, TMA, True)
-        v_LD = load_tile(packed, desc, row * length, t, end, stride_l, value_column, D, BLOCK_L, TMA, True)
-        k_LD = k_LD.to(tl.float32)
-        gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, True) - largest
-        exp_LD = exp_below(below_zero(k_LD) + gate_L[:, None], l_D[None, :])
-        w_LD = above_zero(k_LD) * exp_LD
-        dw_LD = tl.dot(v_LD.to(DOT), g_transposed_DD, input_precision=DOT_PRECISION) + t_D[None, :]
-        dv_LD = tl.dot(w_LD.to(DOT), g_DD, input_precision=DOT_PRECISION)
-        dk_LD = dw_LD * exp_LD
-        target = grad_row + rows.to(tl.int64)[:, None] * width + columns[None, :]
-        tl.store(target + key_column, dk_LD.to(grad_packed.dtype.element_ty), mask=inside[:, None])
-        tl.store(target + value_column, dv_LD.to(grad_packed.dtype.element_ty), mask=inside[:, None])
+        target = grad_packed + rows.to(tl.int64) * width
         if KEY_GATE:
-            ds_L = tl.sum(dw_LD * w_LD, 1)
-            gate_target = grad_row + rows.to(tl.int64) * width + gate_column
-            tl.store(gate_target, ds_L.to(grad_packed.dtype.element_ty), mask=inside)
-    zeros_LD = tl.zeros([BLOCK_L, D], grad_packed.dtype.element_ty)
-    padding = start + (tl.maximum(end - start, 0) + BLOCK_L - 1) // BLOCK_L * BLOCK_L
-    for t in tl.range(padding, stop, BLOCK_L):
-        rows = t + tl.arange(0, BLOCK_L)
-        target = grad_row + rows.to(tl.int64)[:, None] * width + columns[None, :]
-        tl.store(target + key_column, zeros_LD, mask=(rows < stop)[:, None])
-        tl.store(target + value_column, zeros_LD, mask=(rows < stop)[:, None])
-        if KEY_GATE:
-            gate_target = grad_row + rows.to(tl.int64) * width + gate_column
-            tl.store(gate_target, tl.zeros([BLOCK_L], grad_packed.dtype.element_ty), mask=rows < stop)
-    if head == 0 and used_width < width:
-        # The alignment leaves at most seven spare columns.
-        spare = used_width + tl.arange(0, 8)
-        for t in tl.range(start, stop, BLOCK_L):
-            rows = t + tl.arange(0, BLOCK_L)
-            target = grad_row + rows.to(tl.int64)[:, None] * width + spare[None, :]
-            zeros = tl.zeros([BLOCK_L, 8], grad_packed.dtype.element_ty)
-            tl.store(target, zeros, mask=(rows < stop)[:, None] & (spare < width)[None, :])
+            zeros_L = tl.zeros([BLOCK_L], grad_packed.dtype.element_ty)
+            tl.store(target + gate_column, zeros_L, mask=(rows < stop) & (rows >= end))
+        if head == 0:
+            spare = used_width + tl.arange(0, 8)
+            zeros_LX = tl.zeros([BLOCK_L, 8], grad_packed.dtype.element_ty)
+            tl.store(target[:, None] + spare[None, :], zeros_LX, mask=(rows < stop)[:, None] & (spare < width)[None, :])

@@ -11,7 +11,9 @@ and for a query, with c = max_d (e(q_d) + l_d),
     f_d  = a(q_d) exp(e(q_d) + l_d - c)     O    = sum_d f_d V_d / sum_d f_d
 
 which is the op's formula with every exponent at most 0 and every sum at least 1: nothing overflows, and nothing
-vanishes that a sum needs, in 16 bits too. The gated RMSNorm multiplies numerator and eps by the squared denominator,
+vanishes that a sum needs, in 16 bits too. The maxima cost a reduction over every tile, so a chunk is first summed
+relative to its largest gate logit alone, which cannot overflow; only where a column's sum then comes out too small is
+the chunk summed again with the maxima. The gated RMSNorm multiplies numerator and eps by the squared denominator,
 so it needs no division: O / sqrt(mean(O^2) + eps) = num / sqrt(mean(num^2) + eps den^2).
 """
 
@@ -24,43 +26,80 @@ from zoo.kernels.gated_bidirectional_linear_attention.triton_tiles import (
     LOG2_E,
     above_zero,
     below_zero,
-    exp_below,
+    exp_rows,
     load_gate,
     load_tile,
     row_length,
     sigmoid,
     split_program,
+    store_tile,
+    whole_tiles,
+    zero_tiles,
 )
 
 
 @triton.jit
+def _add(kv_DD, z_DX, w_LD, v_LD, PRECISION: tl.constexpr):
+    """Add w^T v and the column sums of w, on the tensor cores both (sixteen equal columns) unless in float32."""
+    w_DL = tl.trans(w_LD.to(v_LD.dtype))
+    kv_DD = tl.dot(w_DL, v_LD, kv_DD, input_precision=PRECISION)
+    if v_LD.dtype == tl.float32:
+        z_DX += tl.sum(w_LD, 0)[:, None]
+    else:
+        z_DX = tl.dot(w_DL, tl.full([w_LD.shape[0], 16], 1.0, v_LD.dtype), z_DX)
+    return kv_DD, z_DX
+
+
+@triton.jit
 def _accumulate(
-    kv_DD, z_DX, max_D, packed, desc, row, t, end, stride_l, key_column, value_column, gate_column,
+    kv_DD, z_DX, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column, shift,
     D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the positions t .. t + BLOCK_L to the running state, its normaliser and the running maximum."""
-    k_LD = load_tile(packed, desc, row, t, end, stride_l, key_column, D, BLOCK_L, TMA, MASKED)
-    v_LD = load_tile(packed, desc, row, t, end, stride_l, value_column, D, BLOCK_L, TMA, MASKED)
-    dtype = v_LD.dtype
+    """Add the positions t .. t + BLOCK_L, all keys weighed relative to one shift."""
+    k_LD = load_tile(packed, desc, row_start, t, end, stride_l, key_column, D, BLOCK_L, TMA, MASKED)
+    v_LD = load_tile(packed, desc, row_start, t, end, stride_l, value_column, D, BLOCK_L, TMA, MASKED)
+    gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, MASKED) - shift
     k_LD = k_LD.to(tl.float32)
-    e_LD = below_zero(k_LD) + load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, MASKED)[:, None]
+    w_LD = above_zero(k_LD) * exp_rows(below_zero(k_LD), gate_L, v_LD.dtype == tl.float32)
+    return _add(kv_DD, z_DX, w_LD, v_LD, PRECISION)
+
+
+@triton.jit
+def _accumulate_with_maxima(
+    kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the positions t .. t + BLOCK_L, every key column relative to its own running maximum."""
+    k_LD = load_tile(packed, desc, row_start, t, end, stride_l, key_column, D, BLOCK_L, TMA, True)
+    v_LD = load_tile(packed, desc, row_start, t, end, stride_l, value_column, D, BLOCK_L, TMA, True)
+    gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, True)
+    k_LD = k_LD.to(tl.float32)
+    e_LD = below_zero(k_LD) + gate_L[:, None]
     new_max_D = tl.maximum(max_D, tl.max(e_LD, 0))
     scale_D = tl.exp2((max_D - new_max_D) * LOG2_E)
-    w_LD = above_zero(k_LD) * exp_below(e_LD, new_max_D[None, :])
-    w_DL = tl.trans(w_LD.to(dtype))
-    kv_DD = tl.dot(w_DL, v_LD, kv_DD * scale_D[:, None], input_precision=PRECISION)
-    if dtype == tl.float32:
-        z_DX = z_DX * scale_D[:, None] + tl.sum(w_LD, 0)[:, None]
-    else:
-        # Sixteen equal columns: the tensor cores sum the rounded weights that kv_DD was made of.
-        ones_LX = tl.full([BLOCK_L, 16], 1.0, dtype)
-        z_DX = tl.dot(w_DL, ones_LX, z_DX * scale_D[:, None])
+    w_LD = above_zero(k_LD) * tl.exp2((e_LD - new_max_D[None, :]) * LOG2_E)
+    kv_DD, z_DX = _add(kv_DD * scale_D[:, None], z_DX * scale_D[:, None], w_LD, v_LD, PRECISION)
     return kv_DD, z_DX, new_max_D
 
 
 @triton.jit
-def _store_state(state, log_z, shift, kv_DD, z_D, max_D, columns, offset, first, COLUMNS: tl.constexpr, D: tl.constexpr):
+def _largest_gate(packed, start, end, stride_l, column, KEY_GATE: tl.constexpr):
+    """Return the largest gate logit of [start, end), 0 without a key gate or positions."""
+    largest = 0.0
+    if KEY_GATE:
+        if start < end:
+            largest_L = tl.full([512], float("-inf"), tl.float32)
+            for t in tl.range(start, end, 512):
+                largest_L = tl.maximum(largest_L, load_gate(packed, t, end, stride_l, column, 512, True, True))
+            largest = tl.max(largest_L, 0)
+    return largest
+
+
+@triton.jit
+def _store_state(
+    state, log_z, shift, kv_DD, z_D, max_D, columns, offset, first, COLUMNS: tl.constexpr, D: tl.constexpr
+):
     """Write V = kv / z, l relative to the largest maximum, and that maximum; zeros for an empty history."""
     rows = tl.arange(0, D)
     empty = tl.max(z_D, 0) == 0.0
@@ -71,6 +110,18 @@ def _store_state(state, log_z, shift, kv_DD, z_D, max_D, columns, offset, first,
         l_D = tl.where(z_D > 0, max_D - largest + tl.log(tl.where(z_D > 0, z_D, 1.0)), 0.0)
         tl.store(log_z + offset * D + rows, l_D)
         tl.store(shift + offset, largest)
+
+
+@triton.jit
+def _smallest_sum(count, dtype: tl.constexpr):
+    """Return the least sum of ``count`` weights that one shift for all columns is good for.
+
+    Weights below 2^-24 vanish in float16; together they must stay below one rounding of the sum.
+    """
+    smallest = 1e-25
+    if dtype == tl.float16:
+        smallest = count * 0.00006103515625
+    return smallest
 
 
 @triton.jit
@@ -85,28 +136,40 @@ def reduce_kernel(
     valid = row_length(lengths, row, length)
     start = split * chunk
     end = tl.minimum(start + chunk, valid)
-    full_end = start + tl.maximum(end - start, 0) // BLOCK_L * BLOCK_L
+    full_end = whole_tiles(start, end, BLOCK_L)
     packed += row.to(tl.int64) * stride_b
     gate_column += head
     key_column += head * D
     value_column += head * D
     row_start = row * length
 
+    largest = _largest_gate(packed, start, end, stride_l, gate_column, KEY_GATE)
     kv_DD = tl.zeros([D, D], tl.float32)
     z_DX = tl.zeros([D, 16], tl.float32)
-    max_D = tl.full([D], float("-inf"), tl.float32)
     for t in tl.range(start, full_end, BLOCK_L, num_stages=STAGES):
-        kv_DD, z_DX, max_D = _accumulate(
-            kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column,
+        kv_DD, z_DX = _accumulate(
+            kv_DD, z_DX, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column, largest,
             D, BLOCK_L, KEY_GATE, TMA, False, PRECISION,
         )  # fmt: skip
     if full_end < end:
-        kv_DD, z_DX, max_D = _accumulate(
-            kv_DD, z_DX, max_D, packed, desc, row_start, full_end, end, stride_l, key_column, value_column,
-            gate_column, D, BLOCK_L, KEY_GATE, TMA, True, PRECISION,
+        kv_DD, z_DX = _accumulate(
+            kv_DD, z_DX, packed, desc, row_start, full_end, end, stride_l, key_column, value_column, gate_column,
+            largest, D, BLOCK_L, KEY_GATE, TMA, True, PRECISION,
         )  # fmt: skip
-
     z_D = tl.max(z_DX, 1)
+    max_D = tl.zeros([D], tl.float32) + (largest if start < end else float("-inf"))
+    if (start < end) & (tl.min(z_D, 0) < _smallest_sum(end - start, packed.dtype.element_ty)):
+        # A column of keys lies so far below its gates that its weights vanish, wholly or into few bits: start over.
+        kv_DD = tl.zeros([D, D], tl.float32)
+        z_DX = tl.zeros([D, 16], tl.float32)
+        max_D = tl.full([D], float("-inf"), tl.float32)
+        for t in tl.range(start, end, BLOCK_L, num_stages=1):
+            kv_DD, z_DX, max_D = _accumulate_with_maxima(
+                kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column,
+                D, BLOCK_L, KEY_GATE, TMA, PRECISION,
+            )  # fmt: skip
+        z_D = tl.max(z_DX, 1)
+
     columns = tl.arange(0, D)
     pair = row.to(tl.int64) * heads + head
     if FINAL:
@@ -150,10 +213,14 @@ def combine_kernel(
 
 
 @triton.jit
-def query_weights(q_LD, l_D):
+def query_weights(q_LD, l_D, EXACT: tl.constexpr):
     """Return exp(e(q) + l - c) and f = a(q) times that, both [L, D] in float32."""
-    e_LD = below_zero(q_LD) + l_D[None, :]
-    exp_LD = exp_below(e_LD, tl.max(e_LD, 1)[:, None])
+    if EXACT:
+        e_LD = below_zero(q_LD) + l_D[None, :]
+        exp_LD = tl.exp2((e_LD - tl.max(e_LD, 1)[:, None]) * LOG2_E)
+    else:
+        e_LD = below_zero(q_LD) * LOG2_E + (l_D * LOG2_E)[None, :]
+        exp_LD = tl.exp2(e_LD - tl.max(e_LD, 1)[:, None])
     return exp_LD, above_zero(q_LD) * exp_LD
 
 
@@ -172,6 +239,28 @@ def attend(f_LD, v_DD, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _apply_tile(
+    packed, desc, row_start, t, end, stop, stride_l, query_column, gate_column, eps, v_DD, l_D, weight_D, out, width,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    EXACT: tl.constexpr = v_DD.dtype == tl.float32
+    q_LD = load_tile(packed, desc, row_start, t, end, stride_l, query_column, D, BLOCK_L, TMA, MASKED)
+    _, f_LD = query_weights(q_LD.to(tl.float32), l_D, EXACT)
+    num_LD, den_L = attend(f_LD, v_DD, PRECISION)
+    if GATED_NORM:
+        r_LD = load_tile(packed, desc, row_start, t, end, stride_l, gate_column, D, BLOCK_L, TMA, MASKED)
+        r_LD = r_LD.to(tl.float32)
+        inverse_L = tl.rsqrt(tl.sum(num_LD * num_LD, 1) / D + eps * den_L * den_L)
+        y_LD = num_LD * inverse_L[:, None] * weight_D[None, :] * (r_LD * sigmoid(r_LD, EXACT))
+    else:
+        y_LD = num_LD / den_L[:, None]
+    if MASKED:
+        y_LD = tl.where((t + tl.arange(0, BLOCK_L) < end)[:, None], y_LD, 0.0)
+    store_tile(out, out, 0, t, stop, width, 0, y_LD, D, BLOCK_L, False, MASKED)
+
+
+@triton.jit
 def apply_kernel(
     packed, desc, lengths, state, log_z, norm_weight, out,
     length, heads, blocks, stride_b, stride_l, query_column, gate_column, eps,
@@ -184,33 +273,27 @@ def apply_kernel(
     start = block * (BLOCK_L * TILES)
     stop = tl.minimum(start + BLOCK_L * TILES, length)
     end = tl.minimum(stop, valid)
+    full_end = whole_tiles(start, end, BLOCK_L)
     columns = tl.arange(0, D)
     pair = row.to(tl.int64) * heads + head
+    width = heads * D
     packed += row.to(tl.int64) * stride_b
+    out += row.to(tl.int64) * length * width + head * D
     query_column += head * D
     gate_column += head * D
-    out_row = out + row.to(tl.int64) * length * heads * D + head * D
     v_DD = tl.load(state + pair * D * D + columns[:, None] * D + columns[None, :])
     l_D = tl.load(log_z + pair * D + columns)
+    weight_D = l_D
     if GATED_NORM:
         weight_D = tl.load(norm_weight + head * D + columns).to(tl.float32)
-    for t in tl.range(start, end, BLOCK_L, num_stages=STAGES):
-        q_LD = load_tile(packed, desc, row * length, t, end, stride_l, query_column, D, BLOCK_L, TMA, not TMA)
-        _, f_LD = query_weights(q_LD.to(tl.float32), l_D)
-        num_LD, den_L = attend(f_LD, v_DD, PRECISION)
-        if GATED_NORM:
-            r_LD = load_tile(packed, desc, row * length, t, end, stride_l, gate_column, D, BLOCK_L, TMA, not TMA)
-            r_LD = r_LD.to(tl.float32)
-            inverse_L = tl.rsqrt(tl.sum(num_LD * num_LD, 1) / D + eps * den_L * den_L)
-            y_LD = num_LD * inverse_L[:, None] * weight_D[None, :] * (r_LD * sigmoid(r_LD))
-        else:
-            y_LD = num_LD / den_L[:, None]
-        rows = t + tl.arange(0, BLOCK_L)
-        y_LD = tl.where((rows < end)[:, None], y_LD, 0.0)
-        target = out_row + rows.to(tl.int64)[:, None] * (heads * D) + columns[None, :]
-        tl.store(target, y_LD.to(out.dtype.element_ty), mask=(rows < stop)[:, None])
-    padding = start + (tl.maximum(end - start, 0) + BLOCK_L - 1) // BLOCK_L * BLOCK_L
-    for t in tl.range(padding, stop, BLOCK_L):
-        rows = t + tl.arange(0, BLOCK_L)
-        target = out_row + rows.to(tl.int64)[:, None] * (heads * D) + columns[None, :]
-        tl.store(target, tl.zeros([BLOCK_L, D], out.dtype.element_ty), mask=(rows < stop)[:, None])
+    for t in tl.range(start, full_end, BLOCK_L, num_stages=STAGES):
+        _apply_tile(
+            packed, desc, row * length, t, end, stop, stride_l, query_column, gate_column, eps, v_DD, l_D, weight_D,
+            out, width, D, BLOCK_L, GATED_NORM, TMA, False, PRECISION,
+        )  # fmt: skip
+    if full_end < end:
+        _apply_tile(
+            packed, desc, row * length, full_end, end, stop, stride_l, query_column, gate_column, eps, v_DD, l_D,
+            weight_D, out, width, D, BLOCK_L, GATED_NORM, TMA, True, PRECISION,
+        )  # fmt: skip
+    zero_tiles(out, start, end, stop, width, 0, D, BLOCK_L)

@@ -1,0 +1,84 @@
+"""Every Triton kernel of the op with its types and parameters, for compilation ahead of time with no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zoo.kernels.gated_bidirectional_linear_attention import launch
+from zoo.kernels.gated_bidirectional_linear_attention.packing import PackedLayout
+from zoo.kernels.launch import TRITON_TYPE, KernelBuild
+
+_SIZES = dict.fromkeys(("length", "heads", "splits", "blocks", "chunk", "width", "used_width"), "i32")
+_STRIDES = dict.fromkeys(("stride_b", "stride_l", "grad_stride_b", "grad_stride_l"), "i32")
+_COLUMNS = dict.fromkeys(("key_column", "value_column", "gate_column", "query_column"), "i32")
+_DESCRIPTORS = ("desc", "grad_desc", "out_desc")
+_POINTERS_TO_FLOAT = ("log_z", "shift", "part_kv", "part_z", "part_max", "part_state", "part_weight", "grad_z")
+
+
+def builds(capability: int) -> list[KernelBuild]:
+    """Return what the table gives for one compute capability.
+
+    All dtypes and head widths with every switch on, and at head width 64 in bfloat16 every combination of switches.
+    """
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dim in launch.HEAD_DIMS:
+            found += list(_builds_of(PackedLayout(16, dim), dtype, capability))
+    for key_gate, gated_norm in ((True, False), (False, True), (False, False)):
+        found += list(_builds_of(PackedLayout(16, 64, key_gate, gated_norm), torch.bfloat16, capability))
+    return found
+
+
+def _builds_of(layout: PackedLayout, dtype: torch.dtype, capability: int) -> Iterator[KernelBuild]:
+    from zoo.kernels.gated_bidirectional_linear_attention import triton_backward, triton_forward
+
+    dim = layout.head_dim
+    switches = f"{'+gate' if layout.key_gate else ''}{'+norm' if layout.gated_norm else ''}"
+    kernels: list[tuple[str, Any, launch.TileConfig]] = [
+        ("reduce", triton_forward.reduce_kernel, launch.forward_config("reduce", dim, dtype, capability)),
+        ("apply", triton_forward.apply_kernel, launch.forward_config("apply", dim, dtype, capability)),
+        ("queries", triton_backward.backward_queries_kernel, launch.backward_config("queries", dim, dtype, capability)),
+        ("keys", triton_backward.backward_keys_kernel, launch.backward_config("keys", dim, dtype, capability)),
+    ]
+    for name, kernel, config in kernels:
+        constants = launch.constants(name, layout, dtype, config)
+        for tma in {False, config.tma}:
+            for final in (False, True) if name == "reduce" else (None,):
+                chosen = {**constants, "TMA": tma, **({} if final is None else {"FINAL": final})}
+                marks = f"{' tma' if tma else ''}{' final' if final else ''}"
+                yield KernelBuild(
+                    f"gbla {name} {TRITON_TYPE[dtype]} D{dim}{switches}{marks}",
+                    kernel,
+                    _signature(kernel, dtype, config, dim, tma),
+                    chosen,
+                    config.num_warps,
+                    config.num_stages,
+                )
+    for name, kernel in (
+        ("combine", triton_forward.combine_kernel),
+        ("backward combine", triton_backward.backward_combine_kernel),
+    ):
+        yield KernelBuild(
+            f"gbla {name} {TRITON_TYPE[dtype]} D{dim}",
+            kernel,
+            _signature(kernel, dtype, None, dim, False),
+            launch.combine_constants(dim),
+            launch.COMBINE_WARPS,
+            1,
+        )
+
+
+def _signature(
+    kernel: Any, dtype: torch.dtype, config: launch.TileConfig | None, dim: int, tma: bool
+) -> dict[str, str]:
+    io = TRITON_TYPE[dtype]
+    types = {**_SIZES, **_STRIDES, **_COLUMNS, "lengths": "*i32", "eps": "fp32", "norm_weight": "*fp32"}
+    types |= dict.fromkeys(_POINTERS_TO_FLOAT, "*fp32")
+    types |= dict.fromkeys((*_DESCRIPTORS, "packed", "grad", "state", "out", "grad_packed"), f"*{io}")
+    types["grad_state"] = f"*{TRITON_TYPE[launch.gradient_dot_dtype(dtype)]}"
+    if tma and config is not None:
+        types |= dict.fromkeys(_DESCRIPTORS, f"tensordesc<{io}[{config.block_l}, {dim}]>")
+    return {name: types[name] for name in kernel.arg_names if name in types}
