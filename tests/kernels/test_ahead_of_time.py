@@ -15,7 +15,9 @@ from zoo.kernels.launch import CAPABILITIES
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_kernel_compiles(capability):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    jobs = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     command = [sys.executable, "-m", "zoo.kernels.ahead_of_time", "--capability", str(capability)]
+    command += ["--jobs", str(jobs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"sm_{capability} causal_short_conv forward" in done.stdout

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from zoo.kernels.launch import CAPABILITIES, KernelBuild
@@ -16,15 +19,26 @@ from zoo.kernels.launch import CAPABILITIES, KernelBuild
 OPS = (
     "zoo.kernels.causal_short_conv.launch",
     "zoo.kernels.rms_norm_short_conv.launch",
-    "zoo.kernels.gated_bidirectional_linear_attention.launch",
+    "zoo.kernels.gated_bidirectional_linear_attention.builds",
 )
-"""Modules with a function ``builds() -> list[KernelBuild]``; one that is not there, or has none, is left out."""
+"""Modules with a function ``builds(capability) -> list[KernelBuild]``; one that is missing is left out."""
 
 
-def all_builds() -> list[KernelBuild]:
-    """Return the builds of every op that has Triton kernels."""
+@functools.cache
+def all_builds(capability: int) -> tuple[KernelBuild, ...]:
+    """Return the builds of every op that has Triton kernels; which they are may depend on the capability."""
     modules = [importlib.import_module(name) for name in OPS if importlib.util.find_spec(name) is not None]
-    return [build for module in modules if hasattr(module, "builds") for build in module.builds()]
+    return tuple(build for module in modules if hasattr(module, "builds") for build in module.builds(capability))
+
+
+def compile_one(job: tuple[int, int]) -> tuple[bool, str]:
+    """Compile the build of a (capability, index into ``all_builds``); return success and one line about it."""
+    capability, index = job
+    build = all_builds(capability)[index]
+    try:
+        return True, f"sm_{capability} {build.name}: {report(build.compile(capability))}"
+    except Exception as error:
+        return False, f"sm_{capability} {build.name}: FAILED {type(error).__name__}: {error}"
 
 
 def report(compiled: Any) -> str:
@@ -55,22 +69,24 @@ def resource_usage(cubin: bytes | None) -> dict[str, int] | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile, print one line a kernel and capability, and return the number of failures, at most 1."""
+    """Compile, print one line a kernel and capability, and return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, action="append", help="90 for 9.0; may be repeated; all by default")
     parser.add_argument("--match", default="", help="only kernels whose name contains this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; one a core by default")
     options = parser.parse_args(arguments)
+    jobs = [
+        (capability, index)
+        for capability in options.capability or CAPABILITIES
+        for index, build in enumerate(all_builds(capability))
+        if options.match in build.name
+    ]
     failed = 0
-    for build in all_builds():
-        if options.match not in build.name:
-            continue
-        for capability in options.capability or CAPABILITIES:
-            try:
-                print(f"sm_{capability} {build.name}: {report(build.compile(capability))}", flush=True)
-            except Exception as error:
-                failed += 1
-                print(f"sm_{capability} {build.name}: FAILED {type(error).__name__}: {error}", flush=True)
-    print(f"{failed} failed" if failed else "all compiled")
+    with ProcessPoolExecutor(max_workers=options.jobs) as pool:
+        for ok, line in pool.map(compile_one, jobs):
+            failed += not ok
+            print(line, flush=True)
+    print(f"{failed} of {len(jobs)} failed" if failed else f"all {len(jobs)} compiled")
     return min(failed, 1)
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("splits",))
 def sum_partials_kernel(
     partials_ptr,
     weight_ptr,

@@ -42,17 +42,21 @@ class Config:
         return min(max(self.block_c(channels) // (32 * self.vector), 1), MAX_WARPS)
 
     def run_length(self, batch: int, length: int, channels: int, processors: int) -> int:
-        """Return the positions a program walks: as many as leave 16 warps of work for each multiprocessor."""
-        warps_a_row = batch * -(-channels // self.block_c(channels)) * self.num_warps(channels)
+        """Return the positions a program walks: fewer than ``run`` where that leaves multiprocessors without work."""
+        warps_a_run = batch * -(-channels // self.block_c(channels)) * self.num_warps(channels)
         run = self.run
-        while run > self.rows and warps_a_row * -(-length // run) < 16 * processors:
+        while run > SHORTEST_RUN and warps_a_run * -(-length // run) < WARPS_A_PROCESSOR * processors:
             run //= 2
         return run
 
 
 FORWARD = {2: Config(vector=8, block=1024, rows=4, run=64), 4: Config(vector=4, block=512, rows=4, run=64)}
-BACKWARD = {2: Config(vector=8, block=1024, rows=4, run=256), 4: Config(vector=4, block=512, rows=4, run=256)}
+BACKWARD = {2: Config(vector=4, block=1024, rows=4, run=256), 4: Config(vector=4, block=512, rows=4, run=256)}
 """By the bytes of a value. Not measured yet."""
+
+WARPS_A_PROCESSOR = 8
+SHORTEST_RUN = 8
+"""Small batches: runs are halved until each multiprocessor has this many warps, but not below this many positions."""
 
 SUM_BLOCK_S, SUM_BLOCK_C, SUM_WARPS = 128, 16, 8
 """Programs and channels in one step of the sum over programs, and its warps."""
@@ -207,8 +211,8 @@ def split(config: Config, x: Tensor) -> tuple[int, int, tuple[int]]:
     return run, runs, (batch * runs * -(-channels // config.block_c(channels)),)
 
 
-def builds() -> list[KernelBuild]:
-    """Return the kernels of every configuration, for ahead-of-time compilation."""
+def builds(capability: int) -> list[KernelBuild]:
+    """Return the kernels of every configuration, for ahead-of-time compilation; the same for every capability."""
     from zoo.kernels.causal_short_conv import triton_kernels as kernels
 
     found = [sum_build(norm=False)]

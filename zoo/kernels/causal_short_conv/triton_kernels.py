@@ -14,6 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+SIZES = ("length", "run", "runs")
+"""Arguments that change from batch to batch: no kernel is compiled anew for them."""
+
 
 @triton.jit
 def place(length, run, runs, C: tl.constexpr, BLOCK_C: tl.constexpr):
@@ -54,7 +57,7 @@ def load_row(row_ptr, channels, mask, condition):
     return tl.load(row_ptr + channels, mask=both(mask, condition), other=0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     x_ptr,
     weight_ptr,
@@ -106,7 +109,7 @@ def forward_kernel(
         window = kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
     grad_ptr,
     x_ptr,
@@ -177,11 +180,16 @@ def backward_kernel(
             done = t - (W - 1)
             grad_x = tl.where(done < valid, grad_x, 0).to(grad_x_ptr.dtype.element_ty)
             tl.store(grad_x_ptr + done * stride_yl + channels, grad_x, mask=both(mask, (done >= first) & (done < stop)))
-            own = tl.where(t < stop, g_window[u + (W - 1)], 0)
-            grown = ()
-            for w in tl.static_range(W):
-                grown = grown + (sums[w] + own * x_window[u + w],)
-            sums = grown
+        own = ()
+        for u in tl.static_range(ROWS):
+            own = own + (tl.where(start + u < stop, g_window[u + (W - 1)], 0),)
+        grown = ()
+        for w in tl.static_range(W):
+            step = own[0] * x_window[w]
+            for u in tl.static_range(1, ROWS):
+                step += own[u] * x_window[u + w]
+            grown = grown + (sums[w] + step,)
+        sums = grown
         x_kept = ()
         g_kept = ()
         for i in tl.static_range(W - 1):

@@ -162,8 +162,8 @@ def backward(
     return grad_x, grad_norm_weight, grad_weight
 
 
-def builds() -> list[KernelBuild]:
-    """Return the kernels of every configuration, for ahead-of-time compilation."""
+def builds(capability: int) -> list[KernelBuild]:
+    """Return the kernels of every configuration, for ahead-of-time compilation; the same for every capability."""
     from zoo.kernels.rms_norm_short_conv import triton_kernels as kernels
 
     found = [sum_build(norm=True)]

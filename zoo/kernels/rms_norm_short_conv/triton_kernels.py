@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zoo.kernels.causal_short_conv.triton_kernels import both, load_row, load_taps, place, valid_length
+from zoo.kernels.causal_short_conv.triton_kernels import SIZES, both, load_row, load_taps, place, valid_length
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _sums(rows, ROWS: tl.constexpr):
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     x_ptr,
     norm_weight_ptr,
@@ -103,7 +103,7 @@ def forward_kernel(
         window = kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
     grad_ptr,
     x_ptr,
@@ -179,11 +179,16 @@ def backward_kernel(
             grad_x = rstds[u] * (dots[u] - h_window[u] * (means[u] / C))
             grad_x = tl.where(done < valid, grad_x, 0).to(grad_x_ptr.dtype.element_ty)
             tl.store(grad_x_ptr + done * stride_yl + channels, grad_x, mask=both(mask, (done >= first) & (done < stop)))
-            own = tl.where(t < stop, g_window[u + (W - 1)], 0)
-            grown = ()
-            for w in tl.static_range(W):
-                grown = grown + (sums[w] + own * h_window[u + w],)
-            sums = grown
+        own = ()
+        for u in tl.static_range(ROWS):
+            own = own + (tl.where(start + u < stop, g_window[u + (W - 1)], 0),)
+        grown = ()
+        for w in tl.static_range(W):
+            step = own[0] * h_window[w]
+            for u in tl.static_range(1, ROWS):
+                step += own[u] * h_window[u + w]
+            grown = grown + (sums[w] + step,)
+        sums = grown
         r_kept = ()
         h_kept = ()
         g_kept = ()
