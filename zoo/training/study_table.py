@@ -129,13 +129,17 @@ def _quality(
 
 def _differences(by_twin: Mapping[str, Mapping[int, np.ndarray]]) -> list[str]:
     base = by_twin.get("base", {})
-    lines = ["| Recall@10 minus that of `base` | here | 95% over users | the paper |", "|---|---|---|---|"]
+    lines = [
+        "| Recall@10 minus that of `base` | here | 95% over users | seed by seed | the paper |",
+        "|---|---|---|---|---|",
+    ]
     for twin, runs in by_twin.items():
         found = difference(runs, base) if twin != "base" else None
         if found is None:
             continue
         paper = f"{PAPER_RECALL10[twin] - PAPER_RECALL10['base']:+.4f}" if twin in PAPER_RECALL10 else "-"
-        lines.append(f"| {twin} | {found[0]:+.4f} | {found[1]:+.4f} to {found[2]:+.4f} | {paper} |")
+        each = ", ".join(f"{recall(runs[s], 10) - recall(base[s], 10):+.4f}" for s in sorted(set(runs) & set(base)))
+        lines.append(f"| {twin} | {found[0]:+.4f} | {found[1]:+.4f} to {found[2]:+.4f} | {each} | {paper} |")
     return lines if len(lines) > 2 else ["No twin shares a seed with `base` yet."]
 
 
