@@ -47,13 +47,16 @@ def poison(x: Tensor, lengths: list[int]) -> Tensor:
     return x
 
 
-def outputs_and_gradients(op: Callable[..., Tensor], tensors: list[Tensor], lengths: list[int]) -> list[Tensor]:
+def outputs_and_gradients(
+    op: Callable[..., Tensor], tensors: list[Tensor], lengths: list[int], *, disturbed: bool = False
+) -> list[Tensor]:
     """Return ``op(*tensors, lengths)`` and the gradients of all tensors for a poisoned output gradient."""
-    inputs = [t.detach().requires_grad_() for t in tensors]
+    change = _disturbed if disturbed else torch.clone
+    inputs = [change(t.detach()).requires_grad_() for t in tensors]
     y = op(*inputs, torch.tensor(lengths, dtype=torch.int32))
     generator = torch.Generator().manual_seed(1)
     grad = poison(torch.randn(y.shape, generator=generator, dtype=torch.float32).half(), lengths).to(y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+    return [y.detach(), *torch.autograd.grad(y, inputs, change(grad))]
 
 
 def assert_inside_the_tolerance(
@@ -61,22 +64,28 @@ def assert_inside_the_tolerance(
 ) -> None:
     """Judge output and gradients of the interpreted kernels by the tolerance rule and demand zeros at padding.
 
-    The cases are so small that the reference is now and then exact by luck, in a gradient of one channel for instance,
-    so a few roundings of the float32 sums are granted on top.
+    A case may be one sum that cancels and that the reference has exact by luck. So what float32 roundings of the inputs
+    would do to the result is granted on top, as the floor of any float32 sum.
     """
-    roundings = 4 * torch.finfo(torch.float32).eps
     tensors = [t.to(dtype) for t in tensors]
     found = outputs_and_gradients(op, tensors, lengths)
-    ref64 = outputs_and_gradients(op, [t.double() for t in tensors], lengths)  # float64 always takes the reference
+    exact = [t.double() for t in tensors]
+    ref64 = outputs_and_gradients(op, exact, lengths)  # float64 always takes the reference
+    rounded = [outputs_and_gradients(op, exact, lengths, disturbed=True) for _ in range(4)]
     os.environ[MODE_VARIABLE] = "reference"
     try:
         low = outputs_and_gradients(op, tensors, lengths)
     finally:
         os.environ[MODE_VARIABLE] = "triton"
-    for out, exact, reference in zip(found, ref64, low, strict=True):
-        judged = deviation(out, exact, reference, dtype)
-        assert judged.rms <= judged.rms_allowed + roundings, judged
-        assert judged.max <= judged.max_allowed + roundings, judged
+    for i, out in enumerate(found):
+        judged = deviation(out, ref64[i], low[i], dtype)
+        floor = [deviation(other[i], ref64[i], ref64[i], dtype) for other in rounded]
+        assert judged.rms <= judged.rms_allowed + 4 * max(d.rms for d in floor), judged
+        assert judged.max <= judged.max_allowed + 4 * max(d.max for d in floor), judged
     for output in found[:2]:  # y and the gradient of x
         for row, length in enumerate(lengths):
             assert (output[row, length:] == 0).all()
+
+
+def _disturbed(x: Tensor) -> Tensor:
+    return x * (1 + torch.finfo(torch.float32).eps * torch.empty_like(x).uniform_(-1, 1))
