@@ -11,7 +11,7 @@ from zoo.kernels.gated_bidirectional_linear_attention import launch
 from zoo.kernels.gated_bidirectional_linear_attention.packing import PackedLayout
 from zoo.kernels.launch import TRITON_TYPE, KernelBuild
 
-_SIZES = dict.fromkeys(("length", "heads", "splits", "blocks", "chunk", "width", "used_width"), "i32")
+_SIZES = dict.fromkeys(("length", "heads", "splits", "chunk", "width", "used_width"), "i32")
 _STRIDES = dict.fromkeys(("stride_b", "stride_l", "grad_stride_b", "grad_stride_l"), "i32")
 _COLUMNS = dict.fromkeys(("key_column", "value_column", "gate_column", "query_column"), "i32")
 _DESCRIPTORS = ("desc", "grad_desc", "out_desc")

@@ -31,15 +31,17 @@ class TileConfig:
         block_l: positions a tile.
         num_warps: warps a program.
         num_stages: tiles in flight.
-        tiles: tiles that a program should have at least, before a row is split further.
-        tma: load tiles through the tensor memory accelerator (compute capability 9.0 and up).
+        resident: programs that run on one multiprocessor at a time, as measured or as registers allow.
+        tma: move tiles with the tensor memory accelerator (compute capability 9.0 and up).
+        splits: chunks of a row; 0 for what ``_split`` finds best.
     """
 
     block_l: int
     num_warps: int
     num_stages: int
-    tiles: int
+    resident: int
     tma: bool = False
+    splits: int = 0
 
 
 class State(NamedTuple):
@@ -79,51 +81,55 @@ def backward_config(kernel: str, head_dim: int, dtype: torch.dtype, capability: 
 
 
 _FORWARD = {
-    ("reduce", 16, 2): TileConfig(128, 4, 3, tiles=4),
-    ("reduce", 32, 2): TileConfig(128, 4, 3, tiles=4),
-    ("reduce", 64, 2): TileConfig(64, 4, 3, tiles=8, tma=True),
-    ("reduce", 128, 2): TileConfig(64, 8, 3, tiles=8, tma=True),
-    ("reduce", 16, 4): TileConfig(64, 4, 2, tiles=4),
-    ("reduce", 32, 4): TileConfig(64, 4, 2, tiles=4),
-    ("reduce", 64, 4): TileConfig(32, 4, 2, tiles=8),
-    ("reduce", 128, 4): TileConfig(32, 8, 2, tiles=8),
-    ("apply", 16, 2): TileConfig(128, 4, 3, tiles=4),
-    ("apply", 32, 2): TileConfig(128, 4, 3, tiles=4),
-    ("apply", 64, 2): TileConfig(64, 4, 3, tiles=8, tma=True),
-    ("apply", 128, 2): TileConfig(64, 8, 3, tiles=8, tma=True),
-    ("apply", 16, 4): TileConfig(64, 4, 2, tiles=4),
-    ("apply", 32, 4): TileConfig(64, 4, 2, tiles=4),
-    ("apply", 64, 4): TileConfig(32, 4, 2, tiles=8),
-    ("apply", 128, 4): TileConfig(32, 8, 2, tiles=8),
+    ("reduce", 16, 2): TileConfig(128, 4, 3, resident=2),
+    ("reduce", 32, 2): TileConfig(128, 4, 3, resident=2),
+    ("reduce", 64, 2): TileConfig(64, 4, 3, resident=2, tma=True),
+    ("reduce", 128, 2): TileConfig(64, 8, 3, resident=2, tma=True),
+    ("reduce", 16, 4): TileConfig(64, 4, 2, resident=2),
+    ("reduce", 32, 4): TileConfig(64, 4, 2, resident=2),
+    ("reduce", 64, 4): TileConfig(32, 4, 2, resident=2),
+    ("reduce", 128, 4): TileConfig(32, 8, 2, resident=2),
+    ("apply", 16, 2): TileConfig(128, 4, 3, resident=2),
+    ("apply", 32, 2): TileConfig(128, 4, 3, resident=2),
+    ("apply", 64, 2): TileConfig(64, 4, 3, resident=2, tma=True),
+    ("apply", 128, 2): TileConfig(64, 8, 3, resident=2, tma=True),
+    ("apply", 16, 4): TileConfig(64, 4, 2, resident=2),
+    ("apply", 32, 4): TileConfig(64, 4, 2, resident=2),
+    ("apply", 64, 4): TileConfig(32, 4, 2, resident=2),
+    ("apply", 128, 4): TileConfig(32, 8, 2, resident=2),
 }
 _BACKWARD = {
-    ("queries", 16, 2): TileConfig(64, 4, 2, tiles=8),
-    ("queries", 32, 2): TileConfig(64, 4, 2, tiles=8),
-    ("queries", 64, 2): TileConfig(64, 4, 2, tiles=8, tma=True),
-    ("queries", 128, 2): TileConfig(64, 8, 2, tiles=8, tma=True),
-    ("queries", 16, 4): TileConfig(32, 4, 2, tiles=8),
-    ("queries", 32, 4): TileConfig(32, 4, 2, tiles=8),
-    ("queries", 64, 4): TileConfig(32, 4, 1, tiles=8),
-    ("queries", 128, 4): TileConfig(16, 8, 1, tiles=8),
-    ("keys", 16, 2): TileConfig(64, 4, 2, tiles=8),
-    ("keys", 32, 2): TileConfig(64, 4, 2, tiles=8),
-    ("keys", 64, 2): TileConfig(64, 4, 2, tiles=8, tma=True),
-    ("keys", 128, 2): TileConfig(64, 8, 2, tiles=8, tma=True),
-    ("keys", 16, 4): TileConfig(32, 4, 2, tiles=8),
-    ("keys", 32, 4): TileConfig(32, 4, 2, tiles=8),
-    ("keys", 64, 4): TileConfig(32, 4, 1, tiles=8),
-    ("keys", 128, 4): TileConfig(16, 8, 1, tiles=8),
+    ("queries", 16, 2): TileConfig(64, 4, 2, resident=2),
+    ("queries", 32, 2): TileConfig(64, 4, 2, resident=2),
+    ("queries", 64, 2): TileConfig(64, 4, 2, resident=2, tma=True),
+    ("queries", 128, 2): TileConfig(64, 8, 2, resident=2, tma=True),
+    ("queries", 16, 4): TileConfig(32, 4, 2, resident=2),
+    ("queries", 32, 4): TileConfig(32, 4, 2, resident=2),
+    ("queries", 64, 4): TileConfig(32, 4, 1, resident=2),
+    ("queries", 128, 4): TileConfig(16, 8, 1, resident=2),
+    ("keys", 16, 2): TileConfig(64, 4, 2, resident=2),
+    ("keys", 32, 2): TileConfig(64, 4, 2, resident=2),
+    ("keys", 64, 2): TileConfig(64, 4, 2, resident=2, tma=True),
+    ("keys", 128, 2): TileConfig(64, 8, 2, resident=2, tma=True),
+    ("keys", 16, 4): TileConfig(32, 4, 2, resident=2),
+    ("keys", 32, 4): TileConfig(32, 4, 2, resident=2),
+    ("keys", 64, 4): TileConfig(32, 4, 1, resident=2),
+    ("keys", 128, 4): TileConfig(16, 8, 1, resident=2),
 }
 
 
 def _without_tma(table: dict[tuple[str, int, int], TileConfig]) -> dict[tuple[str, int, int], TileConfig]:
     """Return a table for GPUs with no tensor memory accelerator and less shared memory."""
-    return {key: TileConfig(min(c.block_l, 64), c.num_warps, min(c.num_stages, 2), c.tiles) for key, c in table.items()}
+    return {
+        key: TileConfig(min(c.block_l, 64), c.num_warps, min(c.num_stages, 2), c.resident) for key, c in table.items()
+    }
 
 
 _FORWARD_OLDER = _without_tma(_FORWARD)
 _BACKWARD_OLDER = _without_tma(_BACKWARD)
-_PROGRAMS_PER_MULTIPROCESSOR = 32
+_MOST_WAVES = 4
+_TILES_TO_START = 3
+_TILES_TO_COMBINE = 4
 COMBINE_WARPS = 4
 
 
@@ -133,7 +139,7 @@ def gradient_dot_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def constants(kernel: str, layout: PackedLayout, dtype: torch.dtype, config: TileConfig) -> dict[str, Any]:
-    """Return a kernel's compile-time arguments; TMA and FINAL, and a smaller TILES, are the launch's to say."""
+    """Return a kernel's compile-time arguments; TMA and FINAL are the launch's to say."""
     import triton.language as tl
 
     found: dict[str, Any] = {"D": layout.head_dim, "BLOCK_L": config.block_l, "STAGES": config.num_stages}
@@ -141,8 +147,6 @@ def constants(kernel: str, layout: PackedLayout, dtype: torch.dtype, config: Til
         found["KEY_GATE"] = layout.key_gate
     if kernel in ("apply", "queries"):
         found["GATED_NORM"] = layout.gated_norm
-    if kernel in ("apply", "keys"):
-        found["TILES"] = config.tiles
     if kernel != "keys":
         found["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"
     if kernel in ("queries", "keys"):
@@ -172,7 +176,7 @@ def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: 
     )
     if batch == 0:
         return state
-    splits, chunk = _split(batch * heads, length, config, packed.device)
+    splits, chunk = _split(batch * heads, length, config, packed.device, combines=True)
     part_kv = torch.empty(batch, heads, splits, dim, dim, **float32) if splits > 1 else state.log_z
     part_z, part_max = torch.empty(2, batch, heads, splits, dim, **float32) if splits > 1 else (state.log_z,) * 2
     desc, tma = _descriptors([packed], config, dim)
@@ -211,13 +215,13 @@ def apply_state(
     out = torch.empty(batch, length, heads * dim, dtype=packed.dtype, device=packed.device)
     if out.numel() == 0:
         return out
-    tiles, blocks = _tiles(batch * heads, length, config, packed.device)
+    splits, chunk = _split(batch * heads, length, config, packed.device, combines=False)
     desc, tma = _descriptors([packed], config, dim)
     with _on_device(packed):
-        apply_kernel[(batch * heads * blocks,)](
+        apply_kernel[(batch * heads * splits,)](
             packed, desc, lengths, state.values, state.log_z, norm_weight, out,
-            length, heads, blocks, packed.stride(0), packed.stride(1), layout.query, layout.residual_gate or 0, eps,
-            **(constants("apply", layout, packed.dtype, config) | {"TILES": tiles}), TMA=tma,
+            length, heads, splits, chunk, packed.stride(0), packed.stride(1), layout.query, layout.residual_gate or 0, eps,
+            **constants("apply", layout, packed.dtype, config), TMA=tma,
             num_warps=config.num_warps,
         )  # fmt: skip
     return out
@@ -263,7 +267,7 @@ def backward(
     dot = gradient_dot_dtype(packed.dtype)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     config = queries_config or backward_config("queries", dim, packed.dtype, capability(device))
-    splits, chunk = _split(batch * heads, length, config, device)
+    splits, chunk = _split(batch * heads, length, config, device, combines=False)
     part_state = torch.empty(batch, heads, splits, dim, dim, **float32)
     part_z = torch.empty(batch, heads, splits, dim, **float32)
     part_weight = torch.empty(batch, heads, splits, dim, **float32) if layout.gated_norm else part_z
@@ -283,13 +287,13 @@ def backward(
             part_state, part_z, grad_state, grad_z, splits, **combine, num_warps=COMBINE_WARPS
         )
         config = keys_config or backward_config("keys", dim, packed.dtype, capability(device))
-        tiles, blocks = _tiles(batch * heads, length, config, device)
+        splits, chunk = _split(batch * heads, length, config, device, combines=False)
         desc, out_desc, tma = _descriptors([packed, grad_packed], config, dim)
-        backward_keys_kernel[(batch * heads * blocks,)](
+        backward_keys_kernel[(batch * heads * splits,)](
             packed, desc, lengths, state.log_z, state.shift, grad_state, grad_z, grad_packed, out_desc,
-            length, heads, blocks, packed.stride(0), packed.stride(1), width, layout.used_width,
+            length, heads, splits, chunk, packed.stride(0), packed.stride(1), width, layout.used_width,
             layout.key, layout.value, layout.key_gate_logit or 0,
-            **(constants("keys", layout, packed.dtype, config) | {"TILES": tiles}), TMA=tma,
+            **constants("keys", layout, packed.dtype, config), TMA=tma,
             num_warps=config.num_warps,
         )  # fmt: skip
     if not layout.gated_norm:
@@ -297,22 +301,23 @@ def backward(
     return grad_packed, part_weight.sum((0, 2)).to(norm_weight.dtype)
 
 
-def _split(pairs: int, length: int, config: TileConfig, device: torch.device) -> tuple[int, int]:
-    """Return into how many chunks each row is split, and the positions of a chunk."""
+def _split(pairs: int, length: int, config: TileConfig, device: torch.device, *, combines: bool) -> tuple[int, int]:
+    """Return into how many chunks each row is split, and the positions of a chunk (whole tiles).
+
+    Programs run in waves of as many as fit. A program costs its tiles and a fixed part, a second kernel that combines
+    chunks costs another; the split with the lowest sum wins, the smallest of equals.
+    """
     tiles = max(1, -(-length // config.block_l))
-    wanted = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // pairs)
-    splits = max(1, min(wanted, tiles // config.tiles))
+    slots = config.resident * multiprocessors(device)
+
+    def cost(splits: int) -> int:
+        waves = -(-pairs * splits // slots)
+        return waves * (-(-tiles // splits) + _TILES_TO_START) + (_TILES_TO_COMBINE if combines and splits > 1 else 0)
+
+    most = min(tiles, _MOST_WAVES * slots // pairs + 1)
+    splits = min(config.splits or min(range(1, most + 1), key=cost), tiles)
     tiles_each = -(-tiles // splits)
     return -(-tiles // tiles_each), tiles_each * config.block_l
-
-
-def _tiles(pairs: int, length: int, config: TileConfig, device: torch.device) -> tuple[int, int]:
-    """Return how many tiles a program takes (a power of two, as it is compiled in), and the programs of a row."""
-    tiles = -(-length // config.block_l)
-    each = config.tiles
-    while each > 1 and pairs * -(-tiles // each) < 4 * multiprocessors(device):
-        each //= 2
-    return each, -(-tiles // each)
 
 
 def _columns_together(x: Tensor) -> Tensor:

@@ -1,16 +1,18 @@
 """The backward kernels, one pass over queries and one over keys; the names are those of ``triton_forward``.
 
-With f^_d = f_d / den, so that O = sum_d f^_d V_d, and w^_jd = w_jd / z_d, so that V_d = sum_j w^_jd v_j:
+With num = sum_d f_d V_d and O = num / den, and w^_jd = w_jd / z_d, so that V_d = sum_j w^_jd v_j:
 
-    dO   = rstd (g - n mean(g n))           n = O rstd, g = dY weight silu(r); dO = dY without the gated norm
-    G_d  = sum_i f^_id dO_i                 t_d = sum_i f^_id c_i, with c = -dO . O
-    dq   = (dO . V_d + c) exp(e(q) + l - c_max) / den
+    dnum = rho (g - n mean(g n))            n = num rho, g = dY weight silu(r), rho = 1 / sqrt(mean(num^2) + eps den^2);
+                                            dnum = dY / den without the gated norm
+    c    = -dnum . O                        the gradient of den
+    G_d  = sum_i f_id dnum_i                t_d = sum_i f_id c_i
+    dq   = (dnum . V_d + c) exp(e(q) + l - c_max)
     dw   = v_j . G_d + t_d
     dv_j = sum_d w^_jd G_d                  dk = dw exp(s + e(k) - m_d) / z_d        ds_j = sum_d dw w^_jd
 
 The first pass writes dq and dr and sums G, t and the gradient of the norm weight; the second writes dk, dv and ds.
-With the gated norm c is -(g . n) rstd eps rstd: RMSNorm cancels the scale of O up to eps, and this form says so exactly
-where -dO . O would be a difference of equal numbers.
+With the gated norm c is -(g . n) eps den rho^2: RMSNorm cancels the scale of O up to eps, and this form says so exactly
+where -dnum . O would be a difference of equal numbers.
 
 Gradients can be far smaller than float16 reaches, so float16 operands of the gradient products are widened: DOT is the
 dtype that they take, bfloat16 for bfloat16 and float32 (as tf32) for float16.
@@ -52,7 +54,6 @@ def _queries_tile(
     exp_LD, f_LD = query_weights(q_LD.to(tl.float32), l_D, EXACT)
     num_LD, den_L = attend(f_LD, v_DD, PRECISION)
     grad_LD = grad_LD.to(tl.float32)
-    reciprocal_L = 1.0 / den_L
     if GATED_NORM:
         r_LD = load_tile(packed, desc, row_start, t, end, stride_l, gate_column, D, BLOCK_L, TMA, MASKED)
         r_LD = r_LD.to(tl.float32)
@@ -66,20 +67,19 @@ def _queries_tile(
         weight_LD += grad_silu_LD * normed_LD
         g_LD = grad_silu_LD * weight_D[None, :]
         product_L = tl.sum(g_LD * normed_LD, 1)
-        rstd_L = inverse_L * den_L
-        do_LD = g_LD * rstd_L[:, None] - normed_LD * (product_L * rstd_L / D)[:, None]
-        c_L = -product_L * (eps * rstd_L * rstd_L)
+        dnum_LD = g_LD * inverse_L[:, None] - normed_LD * (product_L * inverse_L / D)[:, None]
+        c_L = -product_L * (eps * den_L * inverse_L * inverse_L)
     else:
-        do_LD = grad_LD
-        c_L = -tl.sum(grad_LD * num_LD, 1) * reciprocal_L
-    do_lo_LD = do_LD.to(DOT)
-    dq_LD = tl.dot(do_lo_LD, v_dot_DD, input_precision=DOT_PRECISION) + c_L[:, None]
-    dq_LD = dq_LD * (exp_LD * reciprocal_L[:, None])
+        reciprocal_L = 1.0 / den_L
+        dnum_LD = grad_LD * reciprocal_L[:, None]
+        c_L = -tl.sum(grad_LD * num_LD, 1) * reciprocal_L * reciprocal_L
+    dnum_lo_LD = dnum_LD.to(DOT)
+    df_LD = tl.dot(dnum_lo_LD, v_dot_DD, input_precision=DOT_PRECISION) + c_L[:, None]
+    dq_LD = df_LD * exp_LD
     store_tile(grad_packed, out_desc, row_start, t, stop, width, query_column, dq_LD, D, BLOCK_L, TMA, MASKED)
-    f_LD = f_LD * reciprocal_L[:, None]
     f_DL = tl.trans(f_LD.to(DOT))
-    g_DD = tl.dot(f_DL, do_lo_LD, g_DD, input_precision=DOT_PRECISION)
-    if tl.float32 == DOT:
+    g_DD = tl.dot(f_DL, dnum_lo_LD, g_DD, input_precision=DOT_PRECISION)
+    if DOT == tl.float32:
         t_DX += tl.sum(f_LD * c_L[:, None], 0)[:, None]
     else:
         t_DX = tl.dot(f_DL, tl.broadcast_to(c_L[:, None], [BLOCK_L, 16]).to(DOT), t_DX)
@@ -192,15 +192,15 @@ def _keys_tile(
 @triton.jit
 def backward_keys_kernel(
     packed, desc, lengths, log_z, shift, grad_state, grad_z, grad_packed, out_desc,
-    length, heads, blocks, stride_b, stride_l, width, used_width, key_column, value_column, gate_column,
-    D: tl.constexpr, BLOCK_L: tl.constexpr, TILES: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr,
+    length, heads, splits, chunk, stride_b, stride_l, width, used_width, key_column, value_column, gate_column,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr,
     DOT: tl.constexpr, DOT_PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dk, dv and ds of TILES * BLOCK_L positions of one row and head; head 0 also zeroes the spare columns."""
-    head, block, row = split_program(heads, blocks)
+    """Write dk, dv and ds of one chunk of one row and head, and the head's share of the columns that align the row."""
+    head, split, row = split_program(heads, splits)
     valid = row_length(lengths, row, length)
-    start = block * (BLOCK_L * TILES)
-    stop = tl.minimum(start + BLOCK_L * TILES, length)
+    start = split * chunk
+    stop = tl.minimum(start + chunk, length)
     end = tl.minimum(stop, valid)
     full_end = whole_tiles(start, end, BLOCK_L)
     columns = tl.arange(0, D)
@@ -229,14 +229,15 @@ def backward_keys_kernel(
         )  # fmt: skip
     zero_tiles(grad_packed, start, end, stop, width, key_column, D, BLOCK_L)
     zero_tiles(grad_packed, start, end, stop, width, value_column, D, BLOCK_L)
-    # The gates of padding, and for head 0 the columns that align the row (seven at most), are zero too.
-    for t in tl.range(start, stop, BLOCK_L):
-        rows = t + tl.arange(0, BLOCK_L)
-        target = grad_packed + rows.to(tl.int64) * width
-        if KEY_GATE:
+    if KEY_GATE:
+        for t in tl.range(end, stop, BLOCK_L):
+            rows = t + tl.arange(0, BLOCK_L)
             zeros_L = tl.zeros([BLOCK_L], grad_packed.dtype.element_ty)
-            tl.store(target + gate_column, zeros_L, mask=(rows < stop) & (rows >= end))
-        if head == 0:
-            spare = used_width + tl.arange(0, 8)
+            tl.store(grad_packed + gate_column + rows.to(tl.int64) * width, zeros_L, mask=rows < stop)
+    for column in tl.range(used_width + head * 8, width, heads * 8):
+        spare = column + tl.arange(0, 8)
+        for t in tl.range(start, stop, BLOCK_L):
+            rows = t + tl.arange(0, BLOCK_L)
             zeros_LX = tl.zeros([BLOCK_L, 8], grad_packed.dtype.element_ty)
-            tl.store(target[:, None] + spare[None, :], zeros_LX, mask=(rows < stop)[:, None] & (spare < width)[None, :])
+            target = grad_packed + rows.to(tl.int64)[:, None] * width + spare[None, :]
+            tl.store(target, zeros_LX, mask=(rows < stop)[:, None] & (spare < width)[None, :])

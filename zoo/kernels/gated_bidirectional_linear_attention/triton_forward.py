@@ -12,8 +12,8 @@ and for a query, with c = max_d (e(q_d) + l_d),
 
 which is the op's formula with every exponent at most 0 and every sum at least 1: nothing overflows, and nothing
 vanishes that a sum needs, in 16 bits too. The maxima cost a reduction over every tile, so a chunk is first summed
-relative to its largest gate logit alone, which cannot overflow; only where a column's sum then comes out too small is
-the chunk summed again with the maxima. The gated RMSNorm multiplies numerator and eps by the squared denominator,
+relative to the largest of its first gate logits alone; only where a column's sum then comes out too small or too large
+is the chunk summed again with the maxima. The gated RMSNorm multiplies numerator and eps by the squared denominator,
 so it needs no division: O / sqrt(mean(O^2) + eps) = num / sqrt(mean(num^2) + eps den^2).
 """
 
@@ -84,16 +84,13 @@ def _accumulate_with_maxima(
 
 
 @triton.jit
-def _largest_gate(packed, start, end, stride_l, column, KEY_GATE: tl.constexpr):
-    """Return the largest gate logit of [start, end), 0 without a key gate or positions."""
-    largest = 0.0
+def _early_shift(packed, start, end, stride_l, column, KEY_GATE: tl.constexpr):
+    """Return the largest gate logit among the first positions of a chunk, 0 without a key gate or positions."""
+    shift = 0.0
     if KEY_GATE:
-        if start < end:
-            largest_L = tl.full([512], float("-inf"), tl.float32)
-            for t in tl.range(start, end, 512):
-                largest_L = tl.maximum(largest_L, load_gate(packed, t, end, stride_l, column, 512, True, True))
-            largest = tl.max(largest_L, 0)
-    return largest
+        shift = tl.max(load_gate(packed, start, end, stride_l, column, 256, True, True), 0)
+        shift = tl.where(shift > float("-inf"), shift, 0.0)
+    return shift
 
 
 @triton.jit
@@ -113,15 +110,16 @@ def _store_state(
 
 
 @triton.jit
-def _smallest_sum(count, dtype: tl.constexpr):
-    """Return the least sum of ``count`` weights that one shift for all columns is good for.
+def _is_sound(z_D, count, dtype: tl.constexpr):
+    """Return whether one shift was good for all columns, by the sums of the ``count`` weights of each.
 
-    Weights below 2^-24 vanish in float16; together they must stay below one rounding of the sum.
+    Too large, and a weight has overflown or may make the state do so. Too small, and weights have vanished: below 2^-24
+    they do in float16, and together they must stay below one rounding of the sum.
     """
     smallest = 1e-25
     if dtype == tl.float16:
         smallest = count * 0.00006103515625
-    return smallest
+    return (tl.min(z_D, 0) >= smallest) & (tl.max(z_D, 0) <= 1e30)
 
 
 @triton.jit
@@ -143,23 +141,23 @@ def reduce_kernel(
     value_column += head * D
     row_start = row * length
 
-    largest = _largest_gate(packed, start, end, stride_l, gate_column, KEY_GATE)
+    early = _early_shift(packed, start, end, stride_l, gate_column, KEY_GATE)
     kv_DD = tl.zeros([D, D], tl.float32)
     z_DX = tl.zeros([D, 16], tl.float32)
     for t in tl.range(start, full_end, BLOCK_L, num_stages=STAGES):
         kv_DD, z_DX = _accumulate(
-            kv_DD, z_DX, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column, largest,
+            kv_DD, z_DX, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column, early,
             D, BLOCK_L, KEY_GATE, TMA, False, PRECISION,
         )  # fmt: skip
     if full_end < end:
         kv_DD, z_DX = _accumulate(
             kv_DD, z_DX, packed, desc, row_start, full_end, end, stride_l, key_column, value_column, gate_column,
-            largest, D, BLOCK_L, KEY_GATE, TMA, True, PRECISION,
+            early, D, BLOCK_L, KEY_GATE, TMA, True, PRECISION,
         )  # fmt: skip
     z_D = tl.max(z_DX, 1)
-    max_D = tl.zeros([D], tl.float32) + (largest if start < end else float("-inf"))
-    if (start < end) & (tl.min(z_D, 0) < _smallest_sum(end - start, packed.dtype.element_ty)):
-        # A column of keys lies so far below its gates that its weights vanish, wholly or into few bits: start over.
+    max_D = tl.zeros([D], tl.float32) + (early if start < end else float("-inf"))
+    if (start < end) & (_is_sound(z_D, end - start, packed.dtype.element_ty) == 0):
+        # A later gate towers over the early ones, or a column of keys lies far below its gates: start over.
         kv_DD = tl.zeros([D, D], tl.float32)
         z_DX = tl.zeros([D, 16], tl.float32)
         max_D = tl.full([D], float("-inf"), tl.float32)
@@ -263,15 +261,15 @@ def _apply_tile(
 @triton.jit
 def apply_kernel(
     packed, desc, lengths, state, log_z, norm_weight, out,
-    length, heads, blocks, stride_b, stride_l, query_column, gate_column, eps,
-    D: tl.constexpr, BLOCK_L: tl.constexpr, TILES: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr,
+    length, heads, splits, chunk, stride_b, stride_l, query_column, gate_column, eps,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write Y for TILES * BLOCK_L positions of one row and head; zeros at padding, which is not read."""
-    head, block, row = split_program(heads, blocks)
+    """Write Y for one chunk of one row and head; zeros at padding, which is not read."""
+    head, split, row = split_program(heads, splits)
     valid = row_length(lengths, row, length)
-    start = block * (BLOCK_L * TILES)
-    stop = tl.minimum(start + BLOCK_L * TILES, length)
+    start = split * chunk
+    stop = tl.minimum(start + chunk, length)
     end = tl.minimum(stop, valid)
     full_end = whole_tiles(start, end, BLOCK_L)
     columns = tl.arange(0, D)
