@@ -17,7 +17,8 @@ from zoo.kernels.gated_bidirectional_linear_attention.packing import PackedLayou
 from zoo.kernels.launch import Choice, capability, choose_triton, multiprocessors
 
 HEAD_DIMS = (16, 32, 64, 128)
-_TMA_CAPABILITY = 90
+_WITH_TMA = range(90, 120)
+"""Data-centre Hopper and Blackwell; 12.x has less shared memory and takes the older table."""
 _TMA_ALIGNMENT = 16
 _LARGEST_INT32 = 2**31 - 1
 _LONGEST_TILE = 128
@@ -70,58 +71,59 @@ def choose_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choic
 
 def forward_config(kernel: str, head_dim: int, dtype: torch.dtype, capability: int) -> TileConfig:
     """Return the parameters of ``reduce`` or ``apply``."""
-    table = _FORWARD if capability >= _TMA_CAPABILITY else _FORWARD_OLDER
-    return table[kernel, head_dim, dtype.itemsize]
+    return (_FORWARD if capability in _WITH_TMA else _FORWARD_OLDER)[kernel, head_dim, dtype.itemsize]
 
 
 def backward_config(kernel: str, head_dim: int, dtype: torch.dtype, capability: int) -> TileConfig:
     """Return the parameters of ``queries`` or ``keys``, the two passes of the backward."""
-    table = _BACKWARD if capability >= _TMA_CAPABILITY else _BACKWARD_OLDER
-    return table[kernel, head_dim, 4 if dtype == torch.float16 else dtype.itemsize]
+    operand = gradient_dot_dtype(dtype).itemsize
+    return (_BACKWARD if capability in _WITH_TMA else _BACKWARD_OLDER)[kernel, head_dim, operand]
 
 
 _FORWARD = {
-    ("reduce", 16, 2): TileConfig(128, 4, 3, resident=2),
-    ("reduce", 32, 2): TileConfig(128, 4, 3, resident=2),
-    ("reduce", 64, 2): TileConfig(64, 4, 3, resident=2, tma=True),
-    ("reduce", 128, 2): TileConfig(64, 8, 3, resident=2, tma=True),
-    ("reduce", 16, 4): TileConfig(64, 4, 2, resident=2),
-    ("reduce", 32, 4): TileConfig(64, 4, 2, resident=2),
-    ("reduce", 64, 4): TileConfig(32, 4, 2, resident=2),
-    ("reduce", 128, 4): TileConfig(32, 8, 2, resident=2),
-    ("apply", 16, 2): TileConfig(128, 4, 3, resident=2),
-    ("apply", 32, 2): TileConfig(128, 4, 3, resident=2),
-    ("apply", 64, 2): TileConfig(64, 4, 3, resident=2, tma=True),
-    ("apply", 128, 2): TileConfig(64, 8, 3, resident=2, tma=True),
-    ("apply", 16, 4): TileConfig(64, 4, 2, resident=2),
+    ("reduce", 16, 2): TileConfig(128, 4, 3, resident=3, tma=True),
+    ("reduce", 32, 2): TileConfig(128, 4, 3, resident=3, tma=True),
+    ("reduce", 64, 2): TileConfig(64, 4, 3, resident=3, tma=True),
+    ("reduce", 128, 2): TileConfig(64, 8, 3, resident=1, tma=True),
+    ("reduce", 16, 4): TileConfig(64, 4, 2, resident=6),
+    ("reduce", 32, 4): TileConfig(64, 4, 2, resident=3),
+    ("reduce", 64, 4): TileConfig(32, 4, 1, resident=2),
+    ("reduce", 128, 4): TileConfig(32, 8, 1, resident=1),
+    ("apply", 16, 2): TileConfig(128, 4, 3, resident=6, tma=True),
+    ("apply", 32, 2): TileConfig(128, 4, 3, resident=4, tma=True),
+    ("apply", 64, 2): TileConfig(64, 4, 3, resident=4, tma=True),
+    ("apply", 128, 2): TileConfig(64, 8, 3, resident=1, tma=True),
+    ("apply", 16, 4): TileConfig(64, 4, 2, resident=4),
     ("apply", 32, 4): TileConfig(64, 4, 2, resident=2),
-    ("apply", 64, 4): TileConfig(32, 4, 2, resident=2),
-    ("apply", 128, 4): TileConfig(32, 8, 2, resident=2),
+    ("apply", 64, 4): TileConfig(32, 4, 1, resident=2),
+    ("apply", 128, 4): TileConfig(16, 8, 1, resident=2),
 }
 _BACKWARD = {
-    ("queries", 16, 2): TileConfig(64, 4, 2, resident=2),
-    ("queries", 32, 2): TileConfig(64, 4, 2, resident=2),
-    ("queries", 64, 2): TileConfig(64, 4, 2, resident=2, tma=True),
-    ("queries", 128, 2): TileConfig(64, 8, 2, resident=2, tma=True),
-    ("queries", 16, 4): TileConfig(32, 4, 2, resident=2),
+    ("queries", 16, 2): TileConfig(128, 4, 3, resident=2, tma=True),
+    ("queries", 32, 2): TileConfig(64, 4, 3, resident=2, tma=True),
+    ("queries", 64, 2): TileConfig(64, 4, 3, resident=2, tma=True),
+    ("queries", 128, 2): TileConfig(64, 8, 2, resident=1, tma=True),
+    ("queries", 16, 4): TileConfig(64, 4, 2, resident=2),
     ("queries", 32, 4): TileConfig(32, 4, 2, resident=2),
-    ("queries", 64, 4): TileConfig(32, 4, 1, resident=2),
-    ("queries", 128, 4): TileConfig(16, 8, 1, resident=2),
-    ("keys", 16, 2): TileConfig(64, 4, 2, resident=2),
-    ("keys", 32, 2): TileConfig(64, 4, 2, resident=2),
-    ("keys", 64, 2): TileConfig(64, 4, 2, resident=2, tma=True),
-    ("keys", 128, 2): TileConfig(64, 8, 2, resident=2, tma=True),
-    ("keys", 16, 4): TileConfig(32, 4, 2, resident=2),
+    ("queries", 64, 4): TileConfig(16, 4, 1, resident=2),
+    ("queries", 128, 4): TileConfig(16, 8, 1, resident=1),
+    ("keys", 16, 2): TileConfig(128, 4, 3, resident=4, tma=True),
+    ("keys", 32, 2): TileConfig(128, 4, 3, resident=2, tma=True),
+    ("keys", 64, 2): TileConfig(64, 4, 3, resident=2, tma=True),
+    ("keys", 128, 2): TileConfig(64, 8, 2, resident=1, tma=True),
+    ("keys", 16, 4): TileConfig(64, 4, 2, resident=3),
     ("keys", 32, 4): TileConfig(32, 4, 2, resident=2),
-    ("keys", 64, 4): TileConfig(32, 4, 1, resident=2),
-    ("keys", 128, 4): TileConfig(16, 8, 1, resident=2),
+    ("keys", 64, 4): TileConfig(16, 4, 1, resident=2),
+    ("keys", 128, 4): TileConfig(16, 8, 1, resident=1),
 }
+"""By kernel, head width and bytes of an operand. Head width 64 in bfloat16 was tuned on an H200 (docs/kernels.md); the
+others follow it as far as registers and shared memory allow, and are checked but not tuned."""
 
 
 def _without_tma(table: dict[tuple[str, int, int], TileConfig]) -> dict[tuple[str, int, int], TileConfig]:
     """Return a table for GPUs with no tensor memory accelerator and less shared memory."""
     return {
-        key: TileConfig(min(c.block_l, 64), c.num_warps, min(c.num_stages, 2), c.resident) for key, c in table.items()
+        key: TileConfig(min(c.block_l, 32), c.num_warps, min(c.num_stages, 2), c.resident) for key, c in table.items()
     }
 
 
@@ -158,6 +160,16 @@ def constants(kernel: str, layout: PackedLayout, dtype: torch.dtype, config: Til
 def combine_constants(head_dim: int) -> dict[str, Any]:
     """Return the compile-time arguments of both combine kernels."""
     return {"D": head_dim, "COLUMNS": min(32, head_dim), "STAGES": 3}
+
+
+def configs(capability: int) -> dict[str, dict[tuple[int, int], TileConfig]]:
+    """Return every entry of the table that a capability can pick: kernel -> (head width, bytes of an operand) -> it."""
+    tables = (_FORWARD, _BACKWARD) if capability in _WITH_TMA else (_FORWARD_OLDER, _BACKWARD_OLDER)
+    found: dict[str, dict[tuple[int, int], TileConfig]] = {}
+    for table in tables:
+        for (kernel, head_dim, operand), config in table.items():
+            found.setdefault(kernel, {})[head_dim, operand] = config
+    return found
 
 
 def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: TileConfig | None = None) -> State:

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The forward kernels: reduce keys and values to one state a head, combine the splits, apply the state to queries.
 
 With a(x) = max(x, 0) + 1 and e(x) = min(x, 0), phi(x) = a(x) exp(e(x)) without a branch. For a key column d,

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Pieces that the forward and backward kernels share: where a program works, how it loads a tile, the feature map.
 
 EXACT says that the tensors are float32. Otherwise exponents are scaled to base 2 first, which is one fused
