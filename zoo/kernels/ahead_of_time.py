@@ -23,6 +23,10 @@ OPS = (
 )
 """Modules with a function ``builds(capability) -> list[KernelBuild]``; one that is missing is left out."""
 
+SHARED_KILOBYTES = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Most shared memory of one program by compute capability (CUDA C++ Programming Guide, technical specifications).
+Triton compiles kernels that ask for more; they fail at the first launch."""
+
 
 @functools.cache
 def all_builds(capability: int) -> tuple[KernelBuild, ...]:
@@ -35,10 +39,19 @@ def compile_one(job: tuple[int, int]) -> tuple[bool, str]:
     """Compile the build of a (capability, index into ``all_builds``); return success and one line about it."""
     capability, index = job
     build = all_builds(capability)[index]
+    name = f"sm_{capability} {build.name}"
     try:
-        return True, f"sm_{capability} {build.name}: {report(build.compile(capability))}"
+        compiled = build.compile(capability)
     except Exception as error:
-        return False, f"sm_{capability} {build.name}: FAILED {type(error).__name__}: {error}"
+        return False, f"{name}: FAILED {type(error).__name__}: {error}"
+    complaint = too_much_shared(compiled.metadata.shared, capability)
+    return not complaint, f"{name}: {complaint}{report(compiled)}"
+
+
+def too_much_shared(found: int, capability: int) -> str:
+    """Say what is wrong with the bytes of shared memory of a kernel; nothing where a program may have them."""
+    most = 1024 * SHARED_KILOBYTES[capability]
+    return f"FAILED at launch: {found - most} B of shared memory more than {most} B, the most; " if found > most else ""
 
 
 def report(compiled: Any) -> str:

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from zoo.kernels import causal_short_conv, gated_bidirectional_linear_attention
+from zoo.kernels import causal_short_conv, gated_bidirectional_linear_attention, rms_norm_short_conv
 from zoo.kernels.gated_bidirectional_linear_attention import PackedLayout
+from zoo.layers.attention_plan import matmul_dtype
 from zoo.layers.causal_linear_attention import causal_gated_linear_attention
 
 
@@ -60,11 +61,9 @@ class GatedBidirectionalLinearAttention(nn.Module):
                 nn.init.normal_(self.conv_weight, std=0.1 / math.sqrt(self.conv_weight.shape[1]))
                 self.conv_weight[:, -1] += 1
 
-    def forward(self, x_BLC: Tensor, lengths_B: Tensor) -> Tensor:
-        """Mix ``x`` [B, L, d_model] over the valid positions; padded outputs are zero."""
-        if self.conv_weight is not None:
-            x_BLC = causal_short_conv(x_BLC, self.conv_weight, lengths_B)
-        packed_BLP = self.projection(x_BLC)
+    def forward(self, x_BLC: Tensor, lengths_B: Tensor, pre_norm: nn.RMSNorm | None = None) -> Tensor:
+        """Mix ``x`` [B, L, d_model] over the valid positions, after ``pre_norm`` if given; padded outputs are zero."""
+        packed_BLP = self.projection(self._convolve(x_BLC, lengths_B, pre_norm))
         if self.causal:
             y_BLE = causal_gated_linear_attention(packed_BLP, self.norm_weight, lengths_B, self.layout, self.eps)
         else:
@@ -79,3 +78,20 @@ class GatedBidirectionalLinearAttention(nn.Module):
                 gated_norm=self.layout.gated_norm,
             )
         return self.out(y_BLE)
+
+    def _convolve(self, x_BLC: Tensor, lengths_B: Tensor, pre_norm: nn.RMSNorm | None) -> Tensor:
+        """Normalise and convolve; on a GPU in one pass, which reads ``x`` once and writes what is projected."""
+        if self.conv_weight is None:
+            return x_BLC if pre_norm is None else pre_norm(x_BLC)
+        if pre_norm is None:
+            return causal_short_conv(x_BLC, self.conv_weight, lengths_B)
+        if not x_BLC.is_cuda or torch.compiler.is_exporting():
+            return causal_short_conv(pre_norm(x_BLC), self.conv_weight, lengths_B)
+        return rms_norm_short_conv(
+            x_BLC,
+            pre_norm.weight,
+            self.conv_weight,
+            lengths_B,
+            eps=self.eps if pre_norm.eps is None else pre_norm.eps,
+            out_dtype=matmul_dtype(self.projection.weight),
+        )

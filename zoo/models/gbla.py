@@ -227,8 +227,10 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x_BLC: Tensor, lengths_B: Tensor, plan: AttentionPlan | None) -> Tensor:
         """Map [B, L, d_model] to the same."""
-        x_mixed = self.mixer_norm(x_BLC)
-        y_BLC = self.mixer(x_mixed, plan) if self.is_softmax else self.mixer(x_mixed, lengths_B)
+        if self.is_softmax:
+            y_BLC = self.mixer(self.mixer_norm(x_BLC), plan)
+        else:
+            y_BLC = self.mixer(x_BLC, lengths_B, self.mixer_norm)
         x_BLC = x_BLC + self.dropout(y_BLC)
         return x_BLC + self.dropout(self.mlp(self.mlp_norm(x_BLC)))
 

@@ -232,9 +232,9 @@ def apply_state(
     with _on_device(packed):
         apply_kernel[(batch * heads * splits,)](
             packed, desc, lengths, state.values, state.log_z, norm_weight, out,
-            length, heads, splits, chunk, packed.stride(0), packed.stride(1), layout.query, layout.residual_gate or 0, eps,
-            **constants("apply", layout, packed.dtype, config), TMA=tma,
-            num_warps=config.num_warps,
+            length, heads, splits, chunk, packed.stride(0), packed.stride(1),
+            layout.query, layout.residual_gate or 0, eps,
+            **constants("apply", layout, packed.dtype, config), TMA=tma, num_warps=config.num_warps,
         )  # fmt: skip
     return out
 

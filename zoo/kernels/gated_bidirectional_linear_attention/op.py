@@ -110,7 +110,8 @@ def _backward(
         if values.numel() == 0:
             state = launch.reduce_state(packed, lengths, layout)
         return launch.backward(grad, packed, norm_weight, lengths, state, layout, eps)
-    return gated_bidirectional_linear_attention_backward_reference(grad, packed, norm_weight, lengths, layout, eps)
+    with torch.autocast(packed.device.type, enabled=False):
+        return gated_bidirectional_linear_attention_backward_reference(grad, packed, norm_weight, lengths, layout, eps)
 
 
 def _attend(
@@ -123,7 +124,9 @@ def _attend(
     if launch.choose(packed, layout).ok:
         state = launch.reduce_state(packed, lengths, layout)
         return launch.apply_state(packed, norm_weight, lengths, state, layout, eps), state
-    return gated_bidirectional_linear_attention_reference(packed, norm_weight, lengths, layout, eps), None
+    # The reference multiplies float32 matrices; an autocast around the op must not narrow them.
+    with torch.autocast(packed.device.type, enabled=False):
+        return gated_bidirectional_linear_attention_reference(packed, norm_weight, lengths, layout, eps), None
 
 
 def _no_state(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
