@@ -13,7 +13,7 @@ from zoo.kernels.launch import TRITON_TYPE, KernelBuild
 
 _SIZES = dict.fromkeys(("length", "heads", "splits", "chunk", "width", "used_width"), "i32")
 _STRIDES = dict.fromkeys(("stride_b", "stride_l", "grad_stride_b", "grad_stride_l"), "i32")
-_COLUMNS = dict.fromkeys(("key_column", "value_column", "gate_column", "query_column", "key_gate_column"), "i32")
+_COLUMNS = dict.fromkeys(("key_column", "value_column", "gate_column", "query_column"), "i32")
 _DESCRIPTORS = ("desc", "grad_desc", "out_desc")
 _POINTERS_TO_FLOAT = ("log_z", "shift", "part_kv", "part_z", "part_max", "part_state", "part_weight", "grad_z")
 
@@ -40,16 +40,13 @@ def _builds_of(layout: PackedLayout, dtype: torch.dtype, capability: int) -> Ite
     kernels: list[tuple[str, Any, launch.TileConfig]] = [
         ("reduce", triton_forward.reduce_kernel, launch.forward_config("reduce", dim, dtype, capability)),
         ("apply", triton_forward.apply_kernel, launch.forward_config("apply", dim, dtype, capability)),
-        ("whole", triton_forward.whole_kernel, launch.forward_config("whole", dim, dtype, capability)),
         ("queries", triton_backward.backward_queries_kernel, launch.backward_config("queries", dim, dtype, capability)),
         ("keys", triton_backward.backward_keys_kernel, launch.backward_config("keys", dim, dtype, capability)),
     ]
-    if launch.gradient_dtype(dtype, dim, capability) != dtype:
-        kernels = kernels[:2]
     for name, kernel, config in kernels:
         constants = launch.constants(name, layout, dtype, config)
         for tma in {False, config.tma}:
-            for final in (False, True) if name in ("reduce", "whole") else (None,):
+            for final in (False, True) if name == "reduce" else (None,):
                 chosen = {**constants, "TMA": tma, **({} if final is None else {"FINAL": final})}
                 marks = f"{' tma' if tma else ''}{' final' if final else ''}"
                 yield KernelBuild(
@@ -78,15 +75,7 @@ def _signature(
     kernel: Any, dtype: torch.dtype, config: launch.TileConfig | None, dim: int, tma: bool
 ) -> dict[str, str]:
     io = TRITON_TYPE[dtype]
-    types = {
-        **_SIZES,
-        **_STRIDES,
-        **_COLUMNS,
-        "lengths": "*i32",
-        "counters": "*i32",
-        "eps": "fp32",
-        "norm_weight": "*fp32",
-    }
+    types = {**_SIZES, **_STRIDES, **_COLUMNS, "lengths": "*i32", "eps": "fp32", "norm_weight": "*fp32"}
     types |= dict.fromkeys(_POINTERS_TO_FLOAT, "*fp32")
     types |= dict.fromkeys((*_DESCRIPTORS, "packed", "grad", "state", "out", "grad_packed"), f"*{io}")
     types["grad_state"] = f"*{TRITON_TYPE[launch.gradient_dot_dtype(dtype)]}"

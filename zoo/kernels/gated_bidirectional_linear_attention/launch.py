@@ -19,8 +19,6 @@ from zoo.kernels.launch import Choice, capability, choose_triton, multiprocessor
 HEAD_DIMS = (16, 32, 64, 128)
 _WITH_TMA = range(90, 120)
 """Data-centre Hopper and Blackwell; 12.x has less shared memory and takes the older table."""
-_LITTLE_SHARED_MEMORY = (86, 89, 120, 121)
-"""99 KB a program."""
 _TMA_ALIGNMENT = 16
 _LARGEST_INT32 = 2**31 - 1
 _LONGEST_TILE = 128
@@ -72,7 +70,7 @@ def choose_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choic
 
 
 def forward_config(kernel: str, head_dim: int, dtype: torch.dtype, capability: int) -> TileConfig:
-    """Return the parameters of ``reduce``, ``apply`` or ``whole``, which is both in one launch."""
+    """Return the parameters of ``reduce`` or ``apply``."""
     return (_FORWARD if capability in _WITH_TMA else _FORWARD_OLDER)[kernel, head_dim, dtype.itemsize]
 
 
@@ -99,14 +97,6 @@ _FORWARD = {
     ("apply", 32, 4): TileConfig(64, 4, 2, resident=2),
     ("apply", 64, 4): TileConfig(32, 4, 1, resident=2),
     ("apply", 128, 4): TileConfig(16, 8, 1, resident=2),
-    ("whole", 16, 2): TileConfig(128, 4, 3, resident=3, tma=True),
-    ("whole", 32, 2): TileConfig(128, 4, 3, resident=3, tma=True),
-    ("whole", 64, 2): TileConfig(64, 4, 3, resident=3, tma=True),
-    ("whole", 128, 2): TileConfig(64, 8, 3, resident=1, tma=True),
-    ("whole", 16, 4): TileConfig(64, 4, 2, resident=4),
-    ("whole", 32, 4): TileConfig(64, 4, 2, resident=2),
-    ("whole", 64, 4): TileConfig(32, 4, 1, resident=2),
-    ("whole", 128, 4): TileConfig(16, 8, 1, resident=1),
 }
 _BACKWARD = {
     ("queries", 16, 2): TileConfig(128, 4, 3, resident=2, tma=True),
@@ -140,7 +130,6 @@ def _without_tma(table: dict[tuple[str, int, int], TileConfig]) -> dict[tuple[st
 _FORWARD_OLDER = _without_tma(_FORWARD)
 _BACKWARD_OLDER = _without_tma(_BACKWARD)
 _MOST_WAVES = 4
-_LONGEST_WHOLE_CHUNK = 1408
 _TILES_TO_START = 3
 _TILES_TO_COMBINE = 4
 COMBINE_WARPS = 4
@@ -151,23 +140,14 @@ def gradient_dot_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def gradient_dtype(dtype: torch.dtype, head_dim: int, capability: int) -> torch.dtype:
-    """Return the dtype that the backward runs in: another where the kernels for ``dtype`` need too much shared memory.
-
-    Those for float16 at head width 128 hold two states at once as widened operands; those for float32 hold one.
-    """
-    too_large = dtype == torch.float16 and head_dim == 128 and capability in _LITTLE_SHARED_MEMORY
-    return torch.float32 if too_large else dtype
-
-
 def constants(kernel: str, layout: PackedLayout, dtype: torch.dtype, config: TileConfig) -> dict[str, Any]:
     """Return a kernel's compile-time arguments; TMA and FINAL are the launch's to say."""
     import triton.language as tl
 
     found: dict[str, Any] = {"D": layout.head_dim, "BLOCK_L": config.block_l, "STAGES": config.num_stages}
-    if kernel in ("reduce", "whole", "keys"):
+    if kernel in ("reduce", "keys"):
         found["KEY_GATE"] = layout.key_gate
-    if kernel in ("apply", "whole", "queries"):
+    if kernel in ("apply", "queries"):
         found["GATED_NORM"] = layout.gated_norm
     if kernel != "keys":
         found["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"
@@ -200,15 +180,21 @@ def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: 
     batch, length, _ = packed.shape
     heads, dim = layout.num_heads, layout.head_dim
     config = config or forward_config("reduce", dim, packed.dtype, capability(packed.device))
-    state = _empty_state(packed, layout)
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": packed.device}
+    state = State(
+        torch.empty(batch, heads, dim, dim, dtype=packed.dtype, device=packed.device),
+        torch.empty(batch, heads, dim, **float32),
+        torch.empty(batch, heads, **float32),
+    )
     if batch == 0:
         return state
     splits, chunk = _split(batch * heads, length, config, packed.device, combines=True)
-    parts = _empty_parts(packed, layout, splits) if splits > 1 else (state.log_z,) * 3
+    part_kv = torch.empty(batch, heads, splits, dim, dim, **float32) if splits > 1 else state.log_z
+    part_z, part_max = torch.empty(2, batch, heads, splits, dim, **float32) if splits > 1 else (state.log_z,) * 2
     desc, tma = _descriptors([packed], config, dim)
     with _on_device(packed):
         reduce_kernel[(batch * heads * splits,)](
-            packed, desc, lengths, *state, *parts,
+            packed, desc, lengths, *state, part_kv, part_z, part_max,
             length, heads, splits, chunk, packed.stride(0), packed.stride(1),
             layout.key, layout.value, layout.key_gate_logit or 0,
             **constants("reduce", layout, packed.dtype, config), TMA=tma, FINAL=splits == 1,
@@ -217,74 +203,9 @@ def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: 
         if splits > 1:
             combine = combine_constants(dim)
             combine_kernel[(batch * heads * (dim // combine["COLUMNS"]),)](
-                *parts, *state, splits, **combine, num_warps=COMBINE_WARPS
+                part_kv, part_z, part_max, *state, splits, **combine, num_warps=COMBINE_WARPS
             )
     return state
-
-
-def attend(
-    packed: Tensor,
-    norm_weight: Tensor,
-    lengths: Tensor,
-    layout: PackedLayout,
-    eps: float,
-    config: TileConfig | None = None,
-) -> tuple[Tensor, State]:
-    """Return Y [B, L, H * D] in the dtype of ``packed``, and the state: in one launch for short rows, else in three.
-
-    Args:
-        packed: [B, L, P].
-        norm_weight: [H, D].
-        lengths: int32 [B].
-        layout: of the projection.
-        eps: of the RMSNorm.
-        config: parameters of the one launch, which is then taken whatever the length.
-    """
-    from zoo.kernels.gated_bidirectional_linear_attention.triton_forward import whole_kernel
-
-    batch, length, _ = packed.shape
-    heads, dim = layout.num_heads, layout.head_dim
-    if config is None:
-        config = forward_config("whole", dim, packed.dtype, capability(packed.device))
-        splits, chunk = _split(batch * heads, length, config, packed.device, combines=False)
-        # The chunks of a row wait for each other, which interpreted programs, run one after the other, cannot.
-        waits = splits > 1 and not packed.is_cuda
-        if chunk > _LONGEST_WHOLE_CHUNK or waits or packed.numel() == 0:
-            state = reduce_state(packed, lengths, layout)
-            return apply_state(packed, norm_weight, lengths, state, layout, eps), state
-    packed, norm_weight = _columns_together(packed), norm_weight.contiguous()
-    splits, chunk = _split(batch * heads, length, config, packed.device, combines=False)
-    state = _empty_state(packed, layout)
-    out = torch.empty(batch, length, heads * dim, dtype=packed.dtype, device=packed.device)
-    parts = _empty_parts(packed, layout, splits) if splits > 1 else (state.log_z,) * 3
-    counters = torch.zeros(1 + batch * heads, dtype=torch.int32, device=packed.device) if splits > 1 else lengths
-    desc, tma = _descriptors([packed], config, dim)
-    with _on_device(packed):
-        whole_kernel[(batch * heads * splits,)](
-            packed, desc, lengths, norm_weight, out, *state, *parts, counters,
-            length, heads, splits, chunk, packed.stride(0), packed.stride(1),
-            layout.query, layout.key, layout.value, layout.residual_gate or 0, layout.key_gate_logit or 0, eps,
-            **constants("whole", layout, packed.dtype, config), TMA=tma, FINAL=splits == 1,
-            num_warps=config.num_warps,
-        )  # fmt: skip
-    return out, state
-
-
-def _empty_state(packed: Tensor, layout: PackedLayout) -> State:
-    batch, heads, dim, device = packed.shape[0], layout.num_heads, layout.head_dim, packed.device
-    return State(
-        torch.empty(batch, heads, dim, dim, dtype=packed.dtype, device=device),
-        torch.empty(batch, heads, dim, dtype=torch.float32, device=device),
-        torch.empty(batch, heads, dtype=torch.float32, device=device),
-    )
-
-
-def _empty_parts(packed: Tensor, layout: PackedLayout, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return room for what the chunks of each row and head come to: [B, H, S, D, D], and twice [B, H, S, D]."""
-    shape, dim = (packed.shape[0], layout.num_heads, splits), layout.head_dim
-    part_kv = torch.empty(*shape, dim, dim, dtype=torch.float32, device=packed.device)
-    part_z, part_max = torch.empty(2, *shape, dim, dtype=torch.float32, device=packed.device)
-    return part_kv, part_z, part_max
 
 
 def apply_state(
@@ -354,11 +275,6 @@ def backward(
     grad_packed = torch.empty(batch, length, width, dtype=packed.dtype, device=device)
     if grad_packed.numel() == 0:
         return grad_packed, torch.zeros_like(norm_weight)
-    dtype = gradient_dtype(packed.dtype, dim, capability(device))
-    if dtype != packed.dtype:
-        state = state._replace(values=state.values.to(dtype))
-        grads = backward(grad.to(dtype), packed.to(dtype), norm_weight, lengths, state, layout, eps)
-        return grads[0].to(packed.dtype), grads[1]
     grad = grad.to(packed.dtype)
     dot = gradient_dot_dtype(packed.dtype)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -439,7 +355,6 @@ def _is_describable(x: Tensor) -> bool:
     batch, length, _ = x.shape
     return (
         (batch == 1 or x.stride(0) == length * x.stride(1))
-        and x.stride(1) >= x.shape[2]
         and x.data_ptr() % _TMA_ALIGNMENT == 0
         and x.stride(1) * x.element_size() % _TMA_ALIGNMENT == 0
         and 0 < batch * length <= _LARGEST_INT32

@@ -122,7 +122,8 @@ def _attend(
     if not eps >= 0:
         raise ConfigError(f"{_NAME}: eps is {eps}; it must be 0 or more")
     if launch.choose(packed, layout).ok:
-        return launch.attend(packed, norm_weight, lengths, layout, eps)
+        state = launch.reduce_state(packed, lengths, layout)
+        return launch.apply_state(packed, norm_weight, lengths, state, layout, eps), state
     # The reference multiplies float32 matrices; an autocast around the op must not narrow them.
     with torch.autocast(packed.device.type, enabled=False):
         return gated_bidirectional_linear_attention_reference(packed, norm_weight, lengths, layout, eps), None

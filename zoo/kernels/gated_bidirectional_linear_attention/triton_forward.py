@@ -78,9 +78,8 @@ def _accumulate_with_maxima(
     k_LD = k_LD.to(tl.float32)
     e_LD = below_zero(k_LD) + gate_L[:, None]
     new_max_D = tl.maximum(max_D, tl.max(e_LD, 0))
-    shift_D = tl.where(new_max_D > float("-inf"), new_max_D, 0.0)
-    scale_D = tl.exp2((max_D - shift_D) * LOG2_E)
-    w_LD = above_zero(k_LD) * tl.exp2((e_LD - shift_D[None, :]) * LOG2_E)
+    scale_D = tl.exp2((max_D - new_max_D) * LOG2_E)
+    w_LD = above_zero(k_LD) * tl.exp2((e_LD - new_max_D[None, :]) * LOG2_E)
     kv_DD, z_DX = _add(kv_DD * scale_D[:, None], z_DX * scale_D[:, None], w_LD, v_LD, PRECISION)
     return kv_DD, z_DX, new_max_D
 
@@ -93,6 +92,22 @@ def _early_shift(packed, start, end, stride_l, column, KEY_GATE: tl.constexpr):
         shift = tl.max(load_gate(packed, start, end, stride_l, column, 256, True, True), 0)
         shift = tl.where(shift > float("-inf"), shift, 0.0)
     return shift
+
+
+@triton.jit
+def _store_state(
+    state, log_z, shift, kv_DD, z_D, max_D, columns, offset, first, COLUMNS: tl.constexpr, D: tl.constexpr
+):
+    """Write V = kv / z, l relative to the largest maximum, and that maximum; zeros for an empty history."""
+    rows = tl.arange(0, D)
+    empty = tl.max(z_D, 0) == 0.0
+    v_DX = kv_DD / tl.where(z_D > 0, z_D, 1.0)[:, None]
+    tl.store(state + offset * D * D + rows[:, None] * D + columns[None, :], v_DX.to(state.dtype.element_ty))
+    if first:
+        largest = tl.where(empty, 0.0, tl.max(max_D, 0))
+        l_D = tl.where(z_D > 0, max_D - largest + tl.log(tl.where(z_D > 0, z_D, 1.0)), 0.0)
+        tl.store(log_z + offset * D + rows, l_D)
+        tl.store(shift + offset, largest)
 
 
 @triton.jit
@@ -109,13 +124,24 @@ def _is_sound(z_D, count, dtype: tl.constexpr):
 
 
 @triton.jit
-def _reduce_chunk(
-    packed, desc, row_start, start, end, stride_l, key_column, value_column, gate_column,
-    D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+def reduce_kernel(
+    packed, desc, lengths, state, log_z, shift, part_kv, part_z, part_max,
+    length, heads, splits, chunk, stride_b, stride_l, key_column, value_column, gate_column,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, FINAL: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return sum w v [D, D], sum w [D] and the maxima [D] that w is relative to, over [start, end)."""
+    """Sum w_jd v_j and w_jd over one chunk of one row and head; FINAL (one chunk a row) writes the finished state."""
+    head, split, row = split_program(heads, splits)
+    valid = row_length(lengths, row, length)
+    start = split * chunk
+    end = tl.minimum(start + chunk, valid)
     full_end = whole_tiles(start, end, BLOCK_L)
+    packed += row.to(tl.int64) * stride_b
+    gate_column += head
+    key_column += head * D
+    value_column += head * D
+    row_start = row * length
+
     early = _early_shift(packed, start, end, stride_l, gate_column, KEY_GATE)
     kv_DD = tl.zeros([D, D], tl.float32)
     z_DX = tl.zeros([D, 16], tl.float32)
@@ -142,89 +168,17 @@ def _reduce_chunk(
                 D, BLOCK_L, KEY_GATE, TMA, PRECISION,
             )  # fmt: skip
         z_D = tl.max(z_DX, 1)
-        # A chunk of nothing but NaN has no maximum, and yet its sums count.
-        max_D = tl.where((max_D > float("-inf")) | (z_D == 0.0), max_D, 0.0)
-    return kv_DD, z_D, max_D
 
-
-@triton.jit
-def _store_part(part_kv, part_z, part_max, part, kv_DD, z_D, max_D, some, D: tl.constexpr):
-    """Store what one chunk came to; of an empty chunk (``some`` false) the maxima of -inf alone."""
     columns = tl.arange(0, D)
-    tl.store(part_max + part * D + columns, max_D)
-    if some:
-        tl.store(part_z + part * D + columns, z_D)
-        tl.store(part_kv + part * D * D + columns[:, None] * D + columns[None, :], kv_DD)
-
-
-@triton.jit
-def _merge_parts(part_kv, part_z, part_max, first, splits, columns, D: tl.constexpr, STAGES: tl.constexpr):
-    """Return the merged sums, for ``columns`` of the values, and maxima of ``splits`` chunks from ``first`` on.
-
-    Loads go past the first-level cache, which does not see what other multiprocessors have just written.
-    """
-    rows = tl.arange(0, D)
-    kv_DX = tl.zeros([D, columns.shape[0]], tl.float32)
-    z_D = tl.zeros([D], tl.float32)
-    max_D = tl.full([D], float("-inf"), tl.float32)
-    for split in tl.range(0, splits, num_stages=STAGES):
-        part = first + split
-        part_max_D = tl.load(part_max + part * D + rows, cache_modifier=".cg")
-        some_D = part_max_D > float("-inf")
-        new_max_D = tl.maximum(max_D, part_max_D)
-        old_D = tl.where(max_D > float("-inf"), tl.exp2((max_D - new_max_D) * LOG2_E), 0.0)
-        new_D = tl.where(some_D, tl.exp2((part_max_D - new_max_D) * LOG2_E), 0.0)
-        part_z_D = tl.load(part_z + part * D + rows, mask=some_D, other=0.0, cache_modifier=".cg")
-        z_D = z_D * old_D + new_D * part_z_D
-        cells = part_kv + part * D * D + rows[:, None] * D + columns[None, :]
-        part_kv_DX = tl.load(cells, mask=some_D[:, None], other=0.0, cache_modifier=".cg")
-        kv_DX = kv_DX * old_D[:, None] + new_D[:, None] * part_kv_DX
-        max_D = new_max_D
-    return kv_DX, z_D, max_D
-
-
-@triton.jit
-def _finish_state(kv_DX, z_D, max_D):
-    """Return V = kv / z, l relative to the largest maximum, and that maximum; zeros for an empty history."""
-    some_D = z_D > 0
-    safe_z_D = tl.where(some_D, z_D, 1.0)
-    largest = tl.where(tl.max(z_D, 0) == 0.0, 0.0, tl.max(max_D, 0))
-    l_D = tl.where(some_D, max_D - largest + tl.log(safe_z_D), 0.0)
-    return kv_DX / safe_z_D[:, None], l_D, largest
-
-
-@triton.jit
-def _store_state(state, log_z, shift, v_DX, l_D, largest, columns, pair, first, D: tl.constexpr):
-    """Store V, and with the ``first`` columns of it l and the shift."""
-    rows = tl.arange(0, D)
-    tl.store(state + pair * D * D + rows[:, None] * D + columns[None, :], v_DX.to(state.dtype.element_ty))
-    if first:
-        tl.store(log_z + pair * D + rows, l_D)
-        tl.store(shift + pair, largest)
-
-
-@triton.jit
-def reduce_kernel(
-    packed, desc, lengths, state, log_z, shift, part_kv, part_z, part_max,
-    length, heads, splits, chunk, stride_b, stride_l, key_column, value_column, gate_column,
-    D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, FINAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sum w_jd v_j and w_jd over one chunk of one row and head; FINAL (one chunk a row) writes the finished state."""
-    head, split, row = split_program(heads, splits)
-    start = split * chunk
-    end = tl.minimum(start + chunk, row_length(lengths, row, length))
-    kv_DD, z_D, max_D = _reduce_chunk(
-        packed + row.to(tl.int64) * stride_b, desc, row * length, start, end, stride_l,
-        key_column + head * D, value_column + head * D, gate_column + head,
-        D, BLOCK_L, KEY_GATE, TMA, PRECISION, STAGES,
-    )  # fmt: skip
     pair = row.to(tl.int64) * heads + head
     if FINAL:
-        v_DD, l_D, largest = _finish_state(kv_DD, z_D, max_D)
-        _store_state(state, log_z, shift, v_DD, l_D, largest, tl.arange(0, D), pair, True, D)
+        _store_state(state, log_z, shift, kv_DD, z_D, max_D, columns, pair, True, D, D)
     else:
-        _store_part(part_kv, part_z, part_max, pair * splits + split, kv_DD, z_D, max_D, start < end, D)
+        part = pair * splits + split
+        tl.store(part_max + part * D + columns, max_D)
+        if start < end:
+            tl.store(part_z + part * D + columns, z_D)
+            tl.store(part_kv + part * D * D + columns[:, None] * D + columns[None, :], kv_DD)
 
 
 @triton.jit
@@ -232,14 +186,29 @@ def combine_kernel(
     part_kv, part_z, part_max, state, log_z, shift, splits,
     D: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Merge the chunks of one row and head into its state; one program for COLUMNS values."""
+    """Merge the chunks of one row and head, each rescaled to the common maximum; one program for COLUMNS values."""
     parts: tl.constexpr = D // COLUMNS
     pair = (tl.program_id(0) // parts).to(tl.int64)
     block = tl.program_id(0) % parts
+    rows = tl.arange(0, D)
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
-    kv_DX, z_D, max_D = _merge_parts(part_kv, part_z, part_max, pair * splits, splits, columns, D, STAGES)
-    v_DX, l_D, largest = _finish_state(kv_DX, z_D, max_D)
-    _store_state(state, log_z, shift, v_DX, l_D, largest, columns, pair, block == 0, D)
+    kv_DX = tl.zeros([D, COLUMNS], tl.float32)
+    z_D = tl.zeros([D], tl.float32)
+    max_D = tl.full([D], float("-inf"), tl.float32)
+    for split in tl.range(0, splits, num_stages=STAGES):
+        part = pair * splits + split
+        part_max_D = tl.load(part_max + part * D + rows)
+        some_D = part_max_D > float("-inf")
+        new_max_D = tl.maximum(max_D, part_max_D)
+        old_D = tl.where(max_D > float("-inf"), tl.exp2((max_D - new_max_D) * LOG2_E), 0.0)
+        new_D = tl.where(some_D, tl.exp2((part_max_D - new_max_D) * LOG2_E), 0.0)
+        z_D = z_D * old_D + new_D * tl.load(part_z + part * D + rows, mask=some_D, other=0.0)
+        added_DX = tl.load(
+            part_kv + part * D * D + rows[:, None] * D + columns[None, :], mask=some_D[:, None], other=0.0
+        )
+        kv_DX = kv_DX * old_D[:, None] + new_D[:, None] * added_DX
+        max_D = new_max_D
+    _store_state(state, log_z, shift, kv_DX, z_D, max_D, columns, pair, block == 0, COLUMNS, D)
 
 
 @triton.jit
@@ -291,28 +260,6 @@ def _apply_tile(
 
 
 @triton.jit
-def _apply_chunk(
-    packed, desc, row_start, start, end, stop, stride_l, query_column, gate_column, eps, v_DD, l_D, weight_D,
-    out, width,
-    D: tl.constexpr, BLOCK_L: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Write Y over [start, stop), of which the positions from ``end`` on are padding and not read."""
-    full_end = whole_tiles(start, end, BLOCK_L)
-    for t in tl.range(start, full_end, BLOCK_L, num_stages=STAGES):
-        _apply_tile(
-            packed, desc, row_start, t, end, stop, stride_l, query_column, gate_column, eps, v_DD, l_D, weight_D, out,
-            width, D, BLOCK_L, GATED_NORM, TMA, False, PRECISION,
-        )  # fmt: skip
-    if full_end < end:
-        _apply_tile(
-            packed, desc, row_start, full_end, end, stop, stride_l, query_column, gate_column, eps, v_DD, l_D, weight_D,
-            out, width, D, BLOCK_L, GATED_NORM, TMA, True, PRECISION,
-        )  # fmt: skip
-    zero_tiles(out, start, end, stop, width, 0, D, BLOCK_L)
-
-
-@triton.jit
 def apply_kernel(
     packed, desc, lengths, state, log_z, norm_weight, out,
     length, heads, splits, chunk, stride_b, stride_l, query_column, gate_column, eps,
@@ -321,75 +268,31 @@ def apply_kernel(
 ):  # fmt: skip
     """Write Y for one chunk of one row and head; zeros at padding, which is not read."""
     head, split, row = split_program(heads, splits)
+    valid = row_length(lengths, row, length)
     start = split * chunk
     stop = tl.minimum(start + chunk, length)
-    end = tl.minimum(stop, row_length(lengths, row, length))
+    end = tl.minimum(stop, valid)
+    full_end = whole_tiles(start, end, BLOCK_L)
     columns = tl.arange(0, D)
     pair = row.to(tl.int64) * heads + head
+    width = heads * D
+    packed += row.to(tl.int64) * stride_b
+    out += row.to(tl.int64) * length * width + head * D
+    query_column += head * D
+    gate_column += head * D
     v_DD = tl.load(state + pair * D * D + columns[:, None] * D + columns[None, :])
     l_D = tl.load(log_z + pair * D + columns)
     weight_D = l_D
     if GATED_NORM:
         weight_D = tl.load(norm_weight + head * D + columns).to(tl.float32)
-    _apply_chunk(
-        packed + row.to(tl.int64) * stride_b, desc, row * length, start, end, stop, stride_l,
-        query_column + head * D, gate_column + head * D, eps, v_DD, l_D, weight_D,
-        out + row.to(tl.int64) * length * heads * D + head * D, heads * D,
-        D, BLOCK_L, GATED_NORM, TMA, PRECISION, STAGES,
-    )  # fmt: skip
-
-
-@triton.jit
-def whole_kernel(
-    packed, desc, lengths, norm_weight, out, state, log_z, shift, part_kv, part_z, part_max, counters,
-    length, heads, splits, chunk, stride_b, stride_l,
-    query_column, key_column, value_column, gate_column, key_gate_column, eps,
-    D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr,
-    FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """All three steps in one launch, for short rows: the chunks of a row and head wait for each other in between.
-
-    Chunks are given out by a ticket, so the chunks of one row and head start one after the other, whatever order the
-    hardware starts programs in. A program waits only for chunks of its own row and head; those before it have started,
-    and those after it start as soon as any program of an earlier row and head ends. Hence no program waits for ever,
-    also where the programs do not all fit at once or share the GPU with another such launch, as long as more programs
-    fit than one row has chunks. ``counters`` is zero: the ticket, then how many chunks of each row and head are done.
-    """
-    if FINAL:
-        program = tl.program_id(0)
-    else:
-        program = tl.atomic_add(counters, 1, sem="relaxed")
-    split = program % splits
-    head = program // splits % heads
-    row = program // splits // heads
-    start = split * chunk
-    stop = tl.minimum(start + chunk, length)
-    end = tl.minimum(stop, row_length(lengths, row, length))
-    columns = tl.arange(0, D)
-    pair = row.to(tl.int64) * heads + head
-    packed += row.to(tl.int64) * stride_b
-    kv_DD, z_D, max_D = _reduce_chunk(
-        packed, desc, row * length, start, end, stride_l,
-        key_column + head * D, value_column + head * D, key_gate_column + head,
-        D, BLOCK_L, KEY_GATE, TMA, PRECISION, STAGES,
-    )  # fmt: skip
-    if not FINAL:
-        _store_part(part_kv, part_z, part_max, pair * splits + split, kv_DD, z_D, max_D, start < end, D)
-        tl.debug_barrier()
-        done = tl.atomic_add(counters + 1 + pair, 1, sem="acq_rel") + 1
-        while done < splits:
-            done = tl.atomic_add(counters + 1 + pair, 0, sem="acquire")
-        tl.debug_barrier()
-        kv_DD, z_D, max_D = _merge_parts(part_kv, part_z, part_max, pair * splits, splits, columns, D, 1)
-    v_DD, l_D, largest = _finish_state(kv_DD, z_D, max_D)
-    if split == 0:
-        _store_state(state, log_z, shift, v_DD, l_D, largest, columns, pair, True, D)
-    weight_D = l_D
-    if GATED_NORM:
-        weight_D = tl.load(norm_weight + head * D + columns).to(tl.float32)
-    _apply_chunk(
-        packed, desc, row * length, start, end, stop, stride_l, query_column + head * D, gate_column + head * D, eps,
-        v_DD.to(state.dtype.element_ty), l_D, weight_D,
-        out + row.to(tl.int64) * length * heads * D + head * D, heads * D,
-        D, BLOCK_L, GATED_NORM, TMA, PRECISION, STAGES,
-    )  # fmt: skip
+    for t in tl.range(start, full_end, BLOCK_L, num_stages=STAGES):
+        _apply_tile(
+            packed, desc, row * length, t, end, stop, stride_l, query_column, gate_column, eps, v_DD, l_D, weight_D,
+            out, width, D, BLOCK_L, GATED_NORM, TMA, False, PRECISION,
+        )  # fmt: skip
+    if full_end < end:
+        _apply_tile(
+            packed, desc, row * length, full_end, end, stop, stride_l, query_column, gate_column, eps, v_DD, l_D,
+            weight_D, out, width, D, BLOCK_L, GATED_NORM, TMA, True, PRECISION,
+        )  # fmt: skip
+    zero_tiles(out, start, end, stop, width, 0, D, BLOCK_L)
