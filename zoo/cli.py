@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from zoo import __version__, console, tables, verbs
 from zoo.errors import ZooError
@@ -70,14 +71,71 @@ def list_presets(
     console.out.print(tables.presets(rows))
 
 
-@app.command(rich_help_panel="Look")
-def inspect(bundle: BundleArgument, as_json: JsonOption = False) -> None:
+_BUNDLE = "BUNDLE"
+
+
+class _BundleOrWord(TyperGroup):
+    """A verb whose first argument is one of its words, such as ``kernels``, or else the folder of a bundle."""
+
+    def parse_args(self, ctx: Any, args: Any) -> Any:
+        """Put the name of the command for folders before an argument that is no word."""
+        words = {*self.commands, *ctx.help_option_names} - {_BUNDLE}
+        return super().parse_args(ctx, [_BUNDLE, *args] if args and args[0] not in words else args)
+
+
+inspect_app = typer.Typer(
+    cls=_BundleOrWord, no_args_is_help=True, rich_markup_mode="rich", subcommand_metavar="FOLDER|WORD [ARGS]..."
+)
+app.add_typer(inspect_app, name="inspect", rich_help_panel="Look")
+
+
+@inspect_app.callback()
+def _inspect() -> None:
+    """Show what a bundle holds, or which implementation of each custom op runs here and why.
+
+    [bold]zoo inspect FOLDER[/] shows a bundle, [bold]zoo inspect kernels[/] the ops.
+
+    A bundle in a folder called kernels is ./kernels.
+    """
+
+
+@inspect_app.command(_BUNDLE)
+def inspect_bundle(bundle: BundleArgument, as_json: JsonOption = False) -> None:
     """Show what a bundle holds: configuration, inputs and outputs, files, engines."""
     found = verbs.inspect(bundle)
     if as_json:
         console.print_json(found)
         return
     console.out.print(tables.bundle(found))
+
+
+@inspect_app.command("kernels")
+def inspect_kernels(
+    preset: Annotated[str, typer.Option(help="A name of `zoo list`: its head width, channels and taps are used.")] = (
+        "gbla-yandex"
+    ),
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:NUMBER; default: the GPU if there is one, else the CPU.")
+    ] = None,
+    capability: Annotated[
+        int | None,
+        typer.Option(help="Answer for a GPU of this compute capability, 90 for 9.0 (H100, H200); none need be here."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which implementation each custom op takes in each dtype, why, and how its kernels launch.
+
+    The Triton kernels run where they can; everything else gets the PyTorch reference, with the reason. Launch
+    parameters come from a table by compute capability, head width and bytes of an operand: nothing is tuned at run
+    time. TRT_ZOO_KERNELS=reference turns the kernels off.
+
+    [dim]Examples: zoo inspect kernels · zoo inspect kernels --capability 90 · zoo inspect kernels --preset gbla-tiny[/]
+    """
+    found = verbs.inspect("kernels", preset=preset, device=device, capability=capability)
+    if as_json:
+        console.print_json(found)
+        return
+    console.out.print(tables.kernels(found))
 
 
 @app.command(rich_help_panel="Path")

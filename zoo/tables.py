@@ -53,6 +53,40 @@ def bundle(found: Mapping[str, Any]) -> Group:
     return Group(*shown)
 
 
+def kernels(found: Mapping[str, Any]) -> Group:
+    """Return what ``verbs.inspect_kernels`` found: the choice for each op and dtype, and the launch parameters."""
+    sizes = found["sizes"]
+    title = (
+        f"Custom ops of {found['preset']} on {found['device']}: {sizes['channels']} channels, "
+        f"{sizes['conv_width']} taps, heads of {sizes['head_dim']}"
+    )
+    chosen = _table(title, left=("op", "dtype", "implementation", "why"))
+    launches = _table("Launch parameters", left=("op", "dtype", "kernel"), right=_LAUNCH_COLUMNS)
+    for op in sorted(found["ops"], key=lambda op: op["op"]):
+        chosen.add_row(op["op"], op["dtype"], op["implementation"], escape(op["reason"]))
+        for launch in op["launches"]:
+            launches.add_row(
+                op["op"],
+                op["dtype"],
+                launch["kernel"],
+                f"{launch['positions']} x {launch['channels']}",
+                str(launch["warps"]),
+                str(launch["stages"]),
+                "yes" if launch["tma"] else "no",
+                "-" if launch["resident"] is None else str(launch["resident"]),
+            )
+    if not launches.row_count:
+        return Group(chosen, "Every op takes its reference, so nothing is launched.")
+    legend = (
+        "Tile: positions x channels. Stages: tiles in flight. TMA: tiles move through the tensor memory accelerator. "
+        "Resident: programs at a time on a multiprocessor, from which the split of a row follows."
+    )
+    return Group(chosen, launches, legend)
+
+
+_LAUNCH_COLUMNS = ("tile", "warps", "stages", "TMA", "resident")
+
+
 def exported(parts: Sequence[Any]) -> Table:
     """Return the exported graphs (``export.OnnxPart``)."""
     table = _table("Exported graphs", left=("part", "dtype", "opset", "zoo nodes"), right=("MB", "seconds", ""))

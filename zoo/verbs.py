@@ -13,7 +13,7 @@ This module joins all stages, so it may import any of them and nothing imports i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,13 +160,51 @@ def validate(bundle: Bundle | Path | str, **settings: Any) -> Report:
     return run(bundle, **settings)
 
 
-def inspect(bundle: Bundle | Path | str) -> dict[str, Any]:
-    """Return what a bundle holds: configuration, signatures, files, and the manifest of each engine."""
+def inspect(bundle: Bundle | Path | str, **settings: Any) -> dict[str, Any]:
+    """Return what a bundle holds: configuration, signatures, files, and the manifest of each engine.
+
+    The word ``"kernels"`` in place of a bundle asks which implementation each custom op takes, and takes the arguments
+    of ``inspect_kernels``; a bundle in a folder of this name is ``"./kernels"`` or a ``Path``.
+    """
+    if bundle == "kernels":
+        return inspect_kernels(**settings)
+    if settings:
+        raise TypeError(f"inspecting a bundle takes no {', '.join(settings)}")
     from engines.manifest import load_manifest
 
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     engines = [load_manifest(path).to_json() for path in sorted(bundle.path.glob("engines/*/*/*.json"))]
     return {"path": str(bundle.path), **bundle.manifest, "engines": engines, "semantic_ids": bundle.has(SEMANTIC_IDS)}
+
+
+def inspect_kernels(
+    preset: str = "gbla-yandex", *, device: str | None = None, capability: int | None = None
+) -> dict[str, Any]:
+    """Return which implementation each custom op takes at a preset's sizes, in each dtype, why, and how it launches.
+
+    Args:
+        preset: of the zoo.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ...; default: the GPU if there is one, else the CPU.
+        capability: answer for a GPU of this compute capability instead, 90 for 9.0; none need be here.
+
+    Raises:
+        ConfigError: no such preset, or no such device here.
+    """
+    import torch
+
+    from zoo.kernels import choices
+    from zoo.models import presets
+
+    config = presets.resolve(preset)
+    sizes = choices.OpSizes(config.d_model, config.conv_width, config.head_dim)
+    found = choices.choices(sizes, device=device, capability=capability)
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "preset": preset,
+        "sizes": asdict(sizes),
+        "device": (device or here) if capability is None else f"a GPU of compute capability {capability / 10:.1f}",
+        "ops": [asdict(choice) for choice in found],
+    }
 
 
 def demo(**settings: Any) -> dict[str, Any]:

@@ -2,11 +2,16 @@
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.training.conftest import TINY, write_events
+from zoo import verbs
 from zoo.cli import main
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
 SMALL = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
 
@@ -57,6 +62,46 @@ def test_json_output_is_json_and_nothing_else(bundle, prepared, capsys):
         json.loads(capsys.readouterr().out)
 
 
+def test_a_folder_called_kernels_is_a_bundle_and_the_word_is_not(bundle, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernels").symlink_to(bundle)
+    assert run("inspect", "--json", "./kernels") == 0
+    assert json.loads(capsys.readouterr().out)["files"]
+    assert run("inspect", "kernels", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ops"]
+    assert verbs.inspect(Path("kernels"))["files"]
+    with pytest.raises(TypeError, match="capability"):
+        verbs.inspect("./kernels", capability=90)
+
+
+@no_gpu
+def test_without_a_gpu_every_op_takes_its_reference_and_says_so(capsys):
+    assert run("inspect", "kernels") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("the tensors are on the CPU") == 9 and "nothing is launched" in printed
+    assert run("inspect", "kernels", "--device", "cuda") == 2
+    assert "--capability 90" in capsys.readouterr().err
+
+
+def test_the_choice_of_another_gpu_needs_none_here(capsys):
+    assert run("inspect", "kernels", "--capability", 90) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("Triton on compute capability 9.0") == 9 and "reduce" in printed
+    found = verbs.inspect("kernels", preset="gbla-tiny", capability=89)
+    launches = [launch for op in found["ops"] for launch in op["launches"]]
+    assert {launch["kernel"] for launch in launches} == {"forward", "backward", "reduce", "apply", "queries", "keys"}
+    assert not any(launch["tma"] for launch in launches)
+    assert all(launch["channels"] == 32 for launch in launches if launch["resident"])
+    too_old = verbs.inspect("kernels", capability=75)["ops"]
+    assert {op["implementation"] for op in too_old} == {"reference"}
+    assert {op["reason"] for op in too_old} == {"compute capability 7.5 is older than 8.0"}
+
+
+def test_the_environment_decides_what_is_shown(monkeypatch):
+    monkeypatch.setenv("TRT_ZOO_KERNELS", "reference")
+    assert {op["implementation"] for op in verbs.inspect("kernels", capability=90)["ops"]} == {"reference"}
+
+
 def test_a_failed_check_exits_with_1(bundle, capsys):
     assert run("export", bundle, "--dtypes", "fp32") == 0
     path = bundle / "onnx/encoder-fp32.onnx"
@@ -72,6 +117,10 @@ def test_a_failed_check_exits_with_1(bundle, capsys):
     ("words", "message"),
     [
         (["inspect", "/nowhere"], "is not a bundle"),
+        (["inspect", "kernels", "--preset", "gbla-huge"], "gbla-yandex"),
+        (["inspect", "kernels", "--device", "gpu"], "cuda:NUMBER"),
+        (["inspect", "kernels", "--capability", 9], "90 for 9.0"),
+        (["inspect", "kernels", "--device", "cpu", "--capability", 90], "give one of the two"),
         (["init", "gbla-huge", "/tmp/none"], "gbla-yandex"),
         (["init", "gbla-tiny", "/tmp/none", "--set", "depth=3"], "num_layers"),
         (["init", "gbla-tiny", "/tmp/none", "--set", "depth"], "FIELD=VALUE"),
@@ -105,7 +154,9 @@ def test_an_option_without_a_value_is_named_and_not_a_default(bundle, capsys):
 def test_help_names_every_verb_and_every_option_says_what_it_does(capsys):
     assert run("--help") == 0
     printed = capsys.readouterr().out
-    for verb in ("list", "inspect", "data", "init", "train", "eval", "export", "build", "validate", "demo"):
+    assert run("inspect", "--help") == 0
+    printed += capsys.readouterr().out
+    for verb in ("kernels", "list", "inspect", "data", "init", "train", "eval", "export", "build", "validate", "demo"):
         assert verb in printed
 
 

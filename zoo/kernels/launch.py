@@ -5,10 +5,11 @@ Triton is imported only when a kernel is about to run or compile, so ``zoo.kerne
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,7 +71,23 @@ def is_interpreting() -> bool:
 
 def capability(device: torch.device) -> int:
     """Return the compute capability of a device as one number, 90 for 9.0; the CPU's interpreter counts as 80."""
-    return _cuda_capability(device.index) if device.type == "cuda" else 80
+    if device.type != "cuda":
+        return 80
+    return _assumed_capability or _cuda_capability(device.index)
+
+
+_assumed_capability: int | None = None
+
+
+@contextlib.contextmanager
+def assumed_capability(capability: int) -> Iterator[None]:
+    """Let the block choose as on GPUs of this compute capability, which need not be here; not for launching."""
+    global _assumed_capability
+    before, _assumed_capability = _assumed_capability, capability
+    try:
+        yield
+    finally:
+        _assumed_capability = before
 
 
 def multiprocessors(device: torch.device) -> int:

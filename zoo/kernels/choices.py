@@ -1,0 +1,141 @@
+"""Which implementation of each op a device gets, why, and with which launch parameters (``zoo inspect kernels``)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from zoo.errors import ConfigError
+from zoo.kernels import launch
+from zoo.kernels.causal_short_conv import launch as conv
+from zoo.kernels.gated_bidirectional_linear_attention import launch as attention
+from zoo.kernels.launch import Choice
+from zoo.kernels.rms_norm_short_conv import launch as norm_conv
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class OpSizes:
+    """What the choice depends on: channels C of the layer, taps W of the convolution, head width D."""
+
+    channels: int
+    conv_width: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel's parameters.
+
+    Attributes:
+        kernel: its part in the op.
+        positions: positions a tile.
+        channels: channels a tile.
+        warps: warps a program.
+        stages: tiles in flight.
+        tma: tiles move through the tensor memory accelerator, where the tensor's rows start on 16 bytes.
+        resident: programs at a time on a multiprocessor, from which a row's split follows; None where nothing does.
+    """
+
+    kernel: str
+    positions: int
+    channels: int
+    warps: int
+    stages: int
+    tma: bool = False
+    resident: int | None = None
+
+
+@dataclass(frozen=True)
+class OpChoice:
+    """One op in one dtype: ``triton`` with its launches or ``reference``, and a sentence that says why."""
+
+    op: str
+    dtype: str
+    implementation: str
+    reason: str
+    launches: tuple[Launch, ...] = ()
+
+
+def choices(sizes: OpSizes, *, device: str | None = None, capability: int | None = None) -> tuple[OpChoice, ...]:
+    """Return what each op takes in each dtype; nothing is compiled or launched.
+
+    Args:
+        sizes: of the layers.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ...; default: the GPU if there is one, else the CPU.
+        capability: answer for a GPU of this compute capability instead, 90 for 9.0; it need not be here.
+
+    Raises:
+        ConfigError: no such device here, or not a compute capability.
+    """
+    chosen = _device(device, capability)
+    with nullcontext() if capability is None else launch.assumed_capability(capability):
+        return tuple(
+            choice
+            for name, dtype in DTYPES.items()
+            for choice in (
+                _convolution(sizes, chosen, name, dtype),
+                _norm_and_convolution(sizes, chosen, name, dtype),
+                _attention(sizes, chosen, name, dtype),
+            )
+        )
+
+
+def _device(name: str | None, capability: int | None) -> torch.device:
+    if capability is not None:
+        if not 30 <= capability < 200:
+            raise ConfigError(f"capability is {capability}; write it as one number, 90 for 9.0")
+        if name is not None and not name.startswith("cuda"):
+            raise ConfigError(f"a compute capability is a GPU's, but device is {name!r}; give one of the two")
+        return torch.device("cuda")
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device is {name!r}; use cpu, cuda or cuda:NUMBER") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"there is no {name} here; --capability 90 answers for such a GPU without one")
+    return device
+
+
+def _convolution(sizes: OpSizes, device: torch.device, name: str, dtype: torch.dtype) -> OpChoice:
+    choice = conv.choose(device, dtype, sizes.conv_width)
+    tables = (("forward", conv.FORWARD), ("backward", conv.BACKWARD))
+    launches = tuple(_walk(kernel, table[dtype.itemsize], sizes.channels) for kernel, table in tables)
+    return _op("causal_short_conv", name, choice, launches)
+
+
+def _norm_and_convolution(sizes: OpSizes, device: torch.device, name: str, dtype: torch.dtype) -> OpChoice:
+    choice = norm_conv.choose(device, dtype, dtype, sizes.channels, sizes.conv_width)
+    tables = (("forward", norm_conv.FORWARD), ("backward", norm_conv.BACKWARD))
+    launches = tuple(_walk(kernel, table[dtype.itemsize], sizes.channels) for kernel, table in tables)
+    return _op("rms_norm_short_conv", name, choice, launches)
+
+
+def _walk(kernel: str, config: conv.Config, channels: int) -> Launch:
+    return Launch(kernel, config.rows, config.block_c(channels), config.num_warps(channels), conv.NUM_STAGES)
+
+
+def _attention(sizes: OpSizes, device: torch.device, name: str, dtype: torch.dtype) -> OpChoice:
+    dim = sizes.head_dim
+    choice = attention.choose_for(device, dtype, dim)
+    launches = []
+    if choice.ok:
+        found = launch.capability(device)
+        tables = {"reduce": attention.forward_config, "apply": attention.forward_config}
+        tables |= {"queries": attention.backward_config, "keys": attention.backward_config}
+        for kernel, table in tables.items():
+            config = table(kernel, dim, dtype, found)
+            shape = (config.block_l, dim, config.num_warps, config.num_stages)
+            launches.append(Launch(kernel, *shape, tma=config.tma, resident=config.resident))
+    return _op("gated_bidirectional_linear_attention", name, choice, tuple(launches))
+
+
+def _op(op: str, dtype: str, choice: Choice, launches: tuple[Launch, ...]) -> OpChoice:
+    if not choice.ok:
+        return OpChoice(op, dtype, "reference", choice.reason)
+    return OpChoice(op, dtype, "triton", choice.reason, launches)
