@@ -43,6 +43,8 @@ def _builds_of(layout: PackedLayout, dtype: torch.dtype, capability: int) -> Ite
         ("queries", triton_backward.backward_queries_kernel, launch.backward_config("queries", dim, dtype, capability)),
         ("keys", triton_backward.backward_keys_kernel, launch.backward_config("keys", dim, dtype, capability)),
     ]
+    if launch.gradient_dtype(dtype, dim, capability) != dtype:
+        kernels = kernels[:2]
     for name, kernel, config in kernels:
         constants = launch.constants(name, layout, dtype, config)
         for tma in {False, config.tma}:

@@ -19,6 +19,8 @@ from zoo.kernels.launch import Choice, capability, choose_triton, multiprocessor
 HEAD_DIMS = (16, 32, 64, 128)
 _WITH_TMA = range(90, 120)
 """Data-centre Hopper and Blackwell; 12.x has less shared memory and takes the older table."""
+_LITTLE_SHARED_MEMORY = (86, 89, 120, 121)
+"""99 KB a program."""
 _TMA_ALIGNMENT = 16
 _LARGEST_INT32 = 2**31 - 1
 _LONGEST_TILE = 128
@@ -138,6 +140,15 @@ COMBINE_WARPS = 4
 def gradient_dot_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return what the operands of gradient products are: float16 gradients need float32's range."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def gradient_dtype(dtype: torch.dtype, head_dim: int, capability: int) -> torch.dtype:
+    """Return the dtype that the backward runs in: another where the kernels for ``dtype`` need too much shared memory.
+
+    Those for float16 at head width 128 hold two states at once as widened operands; those for float32 hold one.
+    """
+    too_large = dtype == torch.float16 and head_dim == 128 and capability in _LITTLE_SHARED_MEMORY
+    return torch.float32 if too_large else dtype
 
 
 def constants(kernel: str, layout: PackedLayout, dtype: torch.dtype, config: TileConfig) -> dict[str, Any]:
@@ -275,6 +286,11 @@ def backward(
     grad_packed = torch.empty(batch, length, width, dtype=packed.dtype, device=device)
     if grad_packed.numel() == 0:
         return grad_packed, torch.zeros_like(norm_weight)
+    dtype = gradient_dtype(packed.dtype, dim, capability(device))
+    if dtype != packed.dtype:
+        state = state._replace(values=state.values.to(dtype))
+        grads = backward(grad.to(dtype), packed.to(dtype), norm_weight, lengths, state, layout, eps)
+        return grads[0].to(packed.dtype), grads[1]
     grad = grad.to(packed.dtype)
     dot = gradient_dot_dtype(packed.dtype)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -355,6 +371,7 @@ def _is_describable(x: Tensor) -> bool:
     batch, length, _ = x.shape
     return (
         (batch == 1 or x.stride(0) == length * x.stride(1))
+        and x.stride(1) >= x.shape[2]
         and x.data_ptr() % _TMA_ALIGNMENT == 0
         and x.stride(1) * x.element_size() % _TMA_ALIGNMENT == 0
         and 0 < batch * length <= _LARGEST_INT32

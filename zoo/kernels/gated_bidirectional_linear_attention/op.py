@@ -106,6 +106,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     layout = PackedLayout(num_heads, head_dim, key_gate, gated_norm)
     if launch.choose(packed, layout).ok:
+        lengths = lengths.contiguous()
         state = launch.State(values, log_z, shift)
         if values.numel() == 0:
             state = launch.reduce_state(packed, lengths, layout)
@@ -119,6 +120,7 @@ def _attend(
 ) -> tuple[Tensor, launch.State | None]:
     _check(packed, norm_weight, lengths, layout)
     check_batch(_NAME, "packed", packed, lengths)
+    lengths = lengths.contiguous()
     if not eps >= 0:
         raise ConfigError(f"{_NAME}: eps is {eps}; it must be 0 or more")
     if launch.choose(packed, layout).ok:

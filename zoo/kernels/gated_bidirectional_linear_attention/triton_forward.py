@@ -78,8 +78,9 @@ def _accumulate_with_maxima(
     k_LD = k_LD.to(tl.float32)
     e_LD = below_zero(k_LD) + gate_L[:, None]
     new_max_D = tl.maximum(max_D, tl.max(e_LD, 0))
-    scale_D = tl.exp2((max_D - new_max_D) * LOG2_E)
-    w_LD = above_zero(k_LD) * tl.exp2((e_LD - new_max_D[None, :]) * LOG2_E)
+    shift_D = tl.where(new_max_D > float("-inf"), new_max_D, 0.0)
+    scale_D = tl.exp2((max_D - shift_D) * LOG2_E)
+    w_LD = above_zero(k_LD) * tl.exp2((e_LD - shift_D[None, :]) * LOG2_E)
     kv_DD, z_DX = _add(kv_DD * scale_D[:, None], z_DX * scale_D[:, None], w_LD, v_LD, PRECISION)
     return kv_DD, z_DX, new_max_D
 
@@ -168,6 +169,8 @@ def reduce_kernel(
                 D, BLOCK_L, KEY_GATE, TMA, PRECISION,
             )  # fmt: skip
         z_D = tl.max(z_DX, 1)
+        # A chunk of nothing but NaN has no maximum, and yet its sums count.
+        max_D = tl.where((max_D > float("-inf")) | (z_D == 0.0), max_D, 0.0)
 
     columns = tl.arange(0, D)
     pair = row.to(tl.int64) * heads + head
