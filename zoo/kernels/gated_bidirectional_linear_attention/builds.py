@@ -49,7 +49,12 @@ def _builds_of(layout: PackedLayout, dtype: torch.dtype, capability: int) -> Ite
         constants = launch.constants(name, layout, dtype, config)
         for tma in {False, config.tma}:
             for final in (False, True) if name == "reduce" else (None,):
-                chosen = {**constants, "TMA": tma, **({} if final is None else {"FINAL": final})}
+                chosen = {
+                    **constants,
+                    "TMA": tma,
+                    "OVERLAP": capability >= 90,
+                    **({} if final is None else {"FINAL": final}),
+                }
                 marks = f"{' tma' if tma else ''}{' final' if final else ''}"
                 yield KernelBuild(
                     f"gbla {name} {TRITON_TYPE[dtype]} D{dim}{switches}{marks}",
@@ -63,11 +68,14 @@ def _builds_of(layout: PackedLayout, dtype: torch.dtype, capability: int) -> Ite
         ("combine", triton_forward.combine_kernel),
         ("backward combine", triton_backward.backward_combine_kernel),
     ):
+        constants = launch.combine_constants(dim) | {"OVERLAP": capability >= 90}
+        if name == "backward combine":
+            constants["DOT_PRECISION"] = "tf32" if dtype == torch.float16 else "ieee"
         yield KernelBuild(
             f"gbla {name} {TRITON_TYPE[dtype]} D{dim}",
             kernel,
             _signature(kernel, dtype, None, dim, False),
-            launch.combine_constants(dim),
+            constants,
             launch.COMBINE_WARPS,
             1,
         )

@@ -19,6 +19,7 @@ from zoo.kernels.launch import Choice, capability, choose_triton, multiprocessor
 HEAD_DIMS = (16, 32, 64, 128)
 _WITH_TMA = range(90, 120)
 """Data-centre Hopper and Blackwell; 12.x has less shared memory and takes the older table."""
+_FIRST_WITH_OVERLAP = 90
 _LITTLE_SHARED_MEMORY = (86, 89, 120, 121)
 """99 KB a program."""
 _TMA_ALIGNMENT = 16
@@ -164,8 +165,18 @@ def constants(kernel: str, layout: PackedLayout, dtype: torch.dtype, config: Til
         found["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"
     if kernel in ("queries", "keys"):
         found["DOT"] = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
-        found["DOT_PRECISION"] = "tf32" if dtype == torch.float16 else "ieee"
+        found["DOT_PRECISION"] = _dot_precision(dtype)
     return found
+
+
+def _dot_precision(dtype: torch.dtype) -> str:
+    return "tf32" if dtype == torch.float16 else "ieee"
+
+
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Return the launch options that let a kernel be launched while the one before it still runs (9.0 and up)."""
+    able = device.type == "cuda" and capability(device) >= _FIRST_WITH_OVERLAP
+    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
 def combine_constants(head_dim: int) -> dict[str, Any]:
@@ -209,12 +220,19 @@ def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: 
             length, heads, splits, chunk, packed.stride(0), packed.stride(1),
             layout.key, layout.value, layout.key_gate_logit or 0,
             **constants("reduce", layout, packed.dtype, config), TMA=tma, FINAL=splits == 1,
-            num_warps=config.num_warps,
+            num_warps=config.num_warps, **overlap(packed.device),
         )  # fmt: skip
         if splits > 1:
             combine = combine_constants(dim)
             combine_kernel[(batch * heads * (dim // combine["COLUMNS"]),)](
-                part_kv, part_z, part_max, *state, splits, **combine, num_warps=COMBINE_WARPS
+                part_kv,
+                part_z,
+                part_max,
+                *state,
+                splits,
+                **combine,
+                num_warps=COMBINE_WARPS,
+                **overlap(packed.device),
             )
     return state
 
@@ -246,6 +264,7 @@ def apply_state(
             length, heads, splits, chunk, packed.stride(0), packed.stride(1),
             layout.query, layout.residual_gate or 0, eps,
             **constants("apply", layout, packed.dtype, config), TMA=tma, num_warps=config.num_warps,
+            **overlap(packed.device),
         )  # fmt: skip
     return out
 
@@ -309,10 +328,18 @@ def backward(
             length, heads, splits, chunk, grad.stride(0), grad.stride(1), packed.stride(0), packed.stride(1), width,
             layout.query, layout.residual_gate or 0, eps,
             **constants("queries", layout, packed.dtype, config), TMA=tma, num_warps=config.num_warps,
+            **overlap(packed.device),
         )  # fmt: skip
-        combine = combine_constants(dim)
+        combine = combine_constants(dim) | {"DOT_PRECISION": _dot_precision(packed.dtype)}
         backward_combine_kernel[(batch * heads * (dim // combine["COLUMNS"]),)](
-            part_state, part_z, grad_state, grad_z, splits, **combine, num_warps=COMBINE_WARPS
+            part_state,
+            part_z,
+            grad_state,
+            grad_z,
+            splits,
+            **combine,
+            num_warps=COMBINE_WARPS,
+            **overlap(packed.device),
         )
         config = keys_config or backward_config("keys", dim, packed.dtype, capability(device))
         splits, chunk = _split(batch * heads, length, config, device, combines=False)
@@ -321,8 +348,8 @@ def backward(
             packed, desc, lengths, state.log_z, state.shift, grad_state, grad_z, grad_packed, out_desc,
             length, heads, splits, chunk, packed.stride(0), packed.stride(1), width, layout.used_width,
             layout.key, layout.value, layout.key_gate_logit or 0,
-            **constants("keys", layout, packed.dtype, config), TMA=tma,
-            num_warps=config.num_warps,
+            **constants("keys", layout, packed.dtype, config), TMA=tma, num_warps=config.num_warps,
+            **overlap(packed.device),
         )  # fmt: skip
     if not layout.gated_norm:
         return grad_packed, torch.zeros_like(norm_weight)

@@ -35,6 +35,8 @@ from zoo.kernels.gated_bidirectional_linear_attention.triton_tiles import (
     sigmoid,
     split_program,
     store_tile,
+    to_operand,
+    wait_for_previous,
     whole_tiles,
     wide,
     zero_tiles,
@@ -89,11 +91,11 @@ def _queries_tile(
         reciprocal_L = 1.0 / den_L
         dnum_LD = grad_LD * reciprocal_L[:, None]
         c_L = -tl.sum(grad_LD * num_LD, 1) * reciprocal_L * reciprocal_L
-    dnum_lo_LD = dnum_LD.to(DOT)
+    dnum_lo_LD = to_operand(dnum_LD, DOT, DOT_PRECISION)
     df_LD = tl.dot(dnum_lo_LD, v_dot_DD, input_precision=DOT_PRECISION) + c_L[:, None]
     dq_LD = df_LD * exp_LD
     store_tile(grad_packed, out_desc, row_start, t, stop, width, query_column, dq_LD, D, BLOCK_L, TMA, MASKED)
-    g_DD = tl.dot(tl.trans(f_LD.to(DOT)), dnum_lo_LD, g_DD, input_precision=DOT_PRECISION)
+    g_DD = tl.dot(tl.trans(to_operand(f_LD, DOT, DOT_PRECISION)), dnum_lo_LD, g_DD, input_precision=DOT_PRECISION)
     t_XD = column_sums(t_XD, c_L, f_LD, BLOCK_L, DOT)
     return g_DD, t_XD, weight_XD
 
@@ -105,9 +107,10 @@ def backward_queries_kernel(
     length, heads, splits, chunk, grad_stride_b, grad_stride_l, stride_b, stride_l, width, query_column, gate_column,
     eps,
     D: tl.constexpr, BLOCK_L: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    DOT: tl.constexpr, DOT_PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DOT: tl.constexpr, DOT_PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write dq and dr of one chunk of one row and head, and the chunk's sums of G, t and the norm weight's gradient."""
+    wait_for_previous(OVERLAP)
     head, split, row = split_program(heads, splits)
     valid = row_length(lengths, row, length)
     start = split * chunk
@@ -154,9 +157,11 @@ def backward_queries_kernel(
 
 @triton.jit
 def backward_combine_kernel(
-    part_state, part_z, grad_state, grad_z, splits, D: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
-):
+    part_state, part_z, grad_state, grad_z, splits,
+    D: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, DOT_PRECISION: tl.constexpr,
+):  # fmt: skip
     """Sum the chunks' G and t of one row and head; one program for COLUMNS columns of G."""
+    wait_for_previous(OVERLAP)
     parts: tl.constexpr = D // COLUMNS
     pair = (tl.program_id(0) // parts).to(tl.int64)
     block = tl.program_id(0) % parts
@@ -168,7 +173,8 @@ def backward_combine_kernel(
         part = pair * splits + split
         state_DX += tl.load(part_state + part * D * D + cells)
         z_D += tl.load(part_z + part * D + rows)
-    tl.store(grad_state + pair * D * D + cells, state_DX.to(grad_state.dtype.element_ty))
+    state_DX = to_operand(state_DX, grad_state.dtype.element_ty, DOT_PRECISION)
+    tl.store(grad_state + pair * D * D + cells, state_DX)
     if block == 0:
         tl.store(grad_z + pair * D + rows, z_D)
 
@@ -189,7 +195,7 @@ def _keys_tile(
     w_LD = above_zero(k_LD) * exp_LD
     dk_LD = dw_LD * exp_LD
     store_tile(grad_packed, out_desc, row_start, t, stop, width, key_column, dk_LD, D, BLOCK_L, TMA, MASKED)
-    dv_LD = tl.dot(w_LD.to(DOT), g_DD, input_precision=DOT_PRECISION)
+    dv_LD = tl.dot(to_operand(w_LD, DOT, DOT_PRECISION), g_DD, input_precision=DOT_PRECISION)
     store_tile(grad_packed, out_desc, row_start, t, stop, width, value_column, dv_LD, D, BLOCK_L, TMA, MASKED)
     if KEY_GATE:
         rows = tl.arange(0, BLOCK_L)
@@ -206,9 +212,10 @@ def backward_keys_kernel(
     packed, desc, lengths, log_z, shift, grad_state, grad_z, grad_packed, out_desc,
     length, heads, splits, chunk, stride_b, stride_l, width, used_width, key_column, value_column, gate_column,
     D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr,
-    DOT: tl.constexpr, DOT_PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DOT: tl.constexpr, DOT_PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write dk, dv and ds of one chunk of one row and head, and the head's share of the columns that align the row."""
+    wait_for_previous(OVERLAP)
     head, split, row = split_program(heads, splits)
     valid = row_length(lengths, row, length)
     start = split * chunk

@@ -13,7 +13,7 @@ and for a query, with c = max_d (e(q_d) + l_d),
 
 which is the op's formula with every exponent at most 0 and every sum at least 1: nothing overflows, and nothing
 vanishes that a sum needs, in 16 bits too. The maxima cost a reduction over every tile, so a chunk is first summed
-relative to the largest of its first gate logits alone; only where a column's sum then comes out too small or too large
+relative to its first gate logit alone; only where a column's sum then comes out too small or too large
 is the chunk summed again with the maxima. The gated RMSNorm multiplies numerator and eps by the squared denominator,
 so it needs no division: O / sqrt(mean(O^2) + eps) = num / sqrt(mean(num^2) + eps den^2).
 """
@@ -34,7 +34,9 @@ from zoo.kernels.gated_bidirectional_linear_attention.triton_tiles import (
     sigmoid,
     split_program,
     store_tile,
+    wait_for_previous,
     whole_tiles,
+    wide,
     zero_tiles,
 )
 
@@ -86,13 +88,13 @@ def _accumulate_with_maxima(
 
 
 @triton.jit
-def _early_shift(packed, start, end, stride_l, column, KEY_GATE: tl.constexpr):
-    """Return the largest gate logit among the first positions of a chunk, 0 without a key gate or positions."""
-    shift = 0.0
+def _first_gate(packed, start, end, stride_l, column, KEY_GATE: tl.constexpr):
+    """Return the gate logit of a chunk's first position, 0 without a key gate or positions."""
+    gate = 0.0
     if KEY_GATE:
-        shift = tl.max(load_gate(packed, start, end, stride_l, column, 256, True, True), 0)
-        shift = tl.where(shift > float("-inf"), shift, 0.0)
-    return shift
+        pointer = packed + wide(start) * stride_l + column
+        gate = tl.load(pointer, mask=start < end, other=0.0).to(tl.float32)
+    return gate
 
 
 @triton.jit
@@ -129,9 +131,10 @@ def reduce_kernel(
     packed, desc, lengths, state, log_z, shift, part_kv, part_z, part_max,
     length, heads, splits, chunk, stride_b, stride_l, key_column, value_column, gate_column,
     D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, FINAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sum w_jd v_j and w_jd over one chunk of one row and head; FINAL (one chunk a row) writes the finished state."""
+    wait_for_previous(OVERLAP)
     head, split, row = split_program(heads, splits)
     valid = row_length(lengths, row, length)
     start = split * chunk
@@ -143,23 +146,23 @@ def reduce_kernel(
     value_column += head * D
     row_start = row * length
 
-    early = _early_shift(packed, start, end, stride_l, gate_column, KEY_GATE)
+    first = _first_gate(packed, start, end, stride_l, gate_column, KEY_GATE)
     kv_DD = tl.zeros([D, D], tl.float32)
     z_DX = tl.zeros([D, 16], tl.float32)
     for t in tl.range(start, full_end, BLOCK_L, num_stages=STAGES):
         kv_DD, z_DX = _accumulate(
-            kv_DD, z_DX, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column, early,
+            kv_DD, z_DX, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column, first,
             D, BLOCK_L, KEY_GATE, TMA, False, PRECISION,
         )  # fmt: skip
     if full_end < end:
         kv_DD, z_DX = _accumulate(
             kv_DD, z_DX, packed, desc, row_start, full_end, end, stride_l, key_column, value_column, gate_column,
-            early, D, BLOCK_L, KEY_GATE, TMA, True, PRECISION,
+            first, D, BLOCK_L, KEY_GATE, TMA, True, PRECISION,
         )  # fmt: skip
     z_D = tl.max(z_DX, 1)
-    max_D = tl.zeros([D], tl.float32) + (early if start < end else float("-inf"))
+    max_D = tl.zeros([D], tl.float32) + (first if start < end else float("-inf"))
     if (start < end) & (_is_sound(z_D, end - start, packed.dtype.element_ty) == 0):
-        # A later gate towers over the early ones, or a column of keys lies far below its gates: start over.
+        # Other gates tower over the first one, or a column of keys lies far below its gates: start over.
         kv_DD = tl.zeros([D, D], tl.float32)
         z_DX = tl.zeros([D, 16], tl.float32)
         max_D = tl.full([D], float("-inf"), tl.float32)
@@ -187,9 +190,10 @@ def reduce_kernel(
 @triton.jit
 def combine_kernel(
     part_kv, part_z, part_max, state, log_z, shift, splits,
-    D: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Merge the chunks of one row and head, each rescaled to the common maximum; one program for COLUMNS values."""
+    wait_for_previous(OVERLAP)
     parts: tl.constexpr = D // COLUMNS
     pair = (tl.program_id(0) // parts).to(tl.int64)
     block = tl.program_id(0) % parts
@@ -267,9 +271,10 @@ def apply_kernel(
     packed, desc, lengths, state, log_z, norm_weight, out,
     length, heads, splits, chunk, stride_b, stride_l, query_column, gate_column, eps,
     D: tl.constexpr, BLOCK_L: tl.constexpr, GATED_NORM: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write Y for one chunk of one row and head; zeros at padding, which is not read."""
+    wait_for_previous(OVERLAP)
     head, split, row = split_program(heads, splits)
     valid = row_length(lengths, row, length)
     start = split * chunk

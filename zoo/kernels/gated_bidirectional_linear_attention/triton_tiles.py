@@ -15,6 +15,28 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """With programmatic dependent launch: let the next kernel be launched, then wait for all of the one before.
+
+    Nothing is read or written before this, so the order of effects is that of ordinary launches; only the launches
+    themselves overlap.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def to_operand(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """Return ``x`` as an operand of a gradient product; the tensor cores cut tf32 off, so it is rounded first."""
+    if PRECISION == "tf32":
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000
+        rounded = (bits & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)  # the GPU's own NaN, 0x7fffffff, would round to zero
+    return x.to(DOT)
+
+
+@triton.jit
 def split_program(heads, blocks):
     """Return (head, block, row) of this program; neighbouring programs share rows of memory, so heads run fastest."""
     program = tl.program_id(0)

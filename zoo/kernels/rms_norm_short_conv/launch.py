@@ -22,14 +22,18 @@ MAX_CHANNELS = 2048
 """One program holds a whole position."""
 
 FORWARD = {
-    2: Config(vector=8, block=MAX_CHANNELS, rows=4, run=64),
-    4: Config(vector=8, block=MAX_CHANNELS, rows=4, run=64),
+    2: Config(vector=8, block=MAX_CHANNELS, rows=4, run=128),
+    4: Config(vector=4, block=MAX_CHANNELS, rows=8, run=128),
 }
 BACKWARD = {
-    2: Config(vector=4, block=MAX_CHANNELS, rows=4, run=256),
-    4: Config(vector=4, block=MAX_CHANNELS, rows=4, run=256),
+    2: Config(vector=8, block=MAX_CHANNELS, rows=4, run=256),
+    4: Config(vector=8, block=MAX_CHANNELS, rows=4, run=256),
 }
-"""By the bytes of a value of x. ``rows`` is a multiple of four: that many share one reduction. Not measured yet."""
+"""By the bytes of a value of x. ``rows`` is a multiple of four: that many share one reduction.
+
+Measured on an H200, 2026-11-30, profiler's kernel times, as shares of what a copy at 4.23 TB/s takes; output bfloat16.
+At [8, 32768, 1024] from bfloat16: forward 335 us (76%), backward 615 us (62%). From float32: forward 424 us (90%),
+backward 848 us (75%); the forward takes 32.3 us at L 2048 and 11.7 us at L 512."""
 
 
 def configs() -> dict[str, tuple[Config, ...]]:
