@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from zoo.kernels.ahead_of_time import SHARED_KILOBYTES, too_much_shared
 from zoo.kernels.launch import CAPABILITIES
 
 
@@ -21,3 +22,9 @@ def test_every_kernel_compiles(capability):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"sm_{capability} causal_short_conv forward" in done.stdout
+
+
+def test_more_shared_memory_than_a_program_may_have_is_a_failure():
+    assert too_much_shared(99 * 1024, 89) == ""
+    assert "FAILED at launch: 1 B" in too_much_shared(99 * 1024 + 1, 120)
+    assert set(SHARED_KILOBYTES) == set(CAPABILITIES)
