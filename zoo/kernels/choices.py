@@ -126,10 +126,10 @@ def _attention(sizes: OpSizes, device: torch.device, name: str, dtype: torch.dty
     launches = []
     if choice.ok:
         found = launch.capability(device)
-        tables = {"reduce": attention.forward_config, "apply": attention.forward_config}
-        tables |= {"queries": attention.backward_config, "keys": attention.backward_config}
-        for kernel, table in tables.items():
-            config = table(kernel, dim, dtype, found)
+        gradients = attention.gradient_dtype(dtype, dim, found)
+        configs = {kernel: attention.forward_config(kernel, dim, dtype, found) for kernel in ("reduce", "apply")}
+        configs |= {kernel: attention.backward_config(kernel, dim, gradients, found) for kernel in ("queries", "keys")}
+        for kernel, config in configs.items():
             shape = (config.block_l, dim, config.num_warps, config.num_stages)
             launches.append(Launch(kernel, *shape, tma=config.tma, resident=config.resident))
     return _op("gated_bidirectional_linear_attention", name, choice, tuple(launches))
