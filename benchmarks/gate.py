@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from validate.tolerance import deviation
 from zoo.errors import ParityError
+from zoo.kernels.launch import MODE_VARIABLE
 
 
 def admit(
@@ -56,6 +59,20 @@ def admit_peers(
         except RuntimeError as error:
             notes.append(f"{name} is not timed because it failed: {str(error).splitlines()[0]}.")
     return shares, notes
+
+
+@contextmanager
+def reference_kernels() -> Iterator[None]:
+    """Let the custom ops take their references."""
+    before = os.environ.get(MODE_VARIABLE)
+    os.environ[MODE_VARIABLE] = "reference"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[MODE_VARIABLE]
+        else:
+            os.environ[MODE_VARIABLE] = before
 
 
 def end_rows(x: Tensor) -> Tensor:

@@ -1,26 +1,32 @@
-"""``python -m benchmarks.run NAME [--option value ...]``: one registry, a table on stdout, raw JSON in results/."""
+"""``python -m benchmarks.run NAME [--option value ...]``: one registry, a table on stdout, raw JSON in results/.
+
+Rows are written as they come, to NAME.partial.json, which becomes NAME.json at the end: a run that is cut off keeps
+what it measured, and never takes the place of a whole one.
+"""
 
 from __future__ import annotations
 
 import argparse
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import conv, export_build, gbla_core, gbla_layer, train_step
+from benchmarks import conv, export_build, gbla_core, gbla_layer, profile_layer, train_step
 from benchmarks.machine import describe_machine
 from zoo import files
 from zoo.errors import ZooError
 
 RESULTS = Path(__file__).parent / "results"
 
-REGISTRY: dict[str, tuple[Callable[..., list[dict[str, Any]]], Callable[[list[dict[str, Any]]], str]]] = {
+REGISTRY: dict[str, tuple[Callable[..., Iterable[dict[str, Any]]], Callable[[list[dict[str, Any]]], str]]] = {
     "conv": (conv.measure, conv.table),
     "export_build": (export_build.measure, export_build.table),
     "gbla_core": (gbla_core.measure, gbla_core.table),
     "gbla_layer": (gbla_layer.measure, gbla_layer.table),
+    "layer_profile": (profile_layer.measure, profile_layer.table),
     "train_step": (train_step.measure, train_step.table),
 }
 
@@ -32,20 +38,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (measure, _) in REGISTRY.items():
         options = verbs.add_parser(name, help=(inspect.getdoc(sys.modules[measure.__module__]) or "").split("\n")[0])
         options.add_argument("--save", default=name, help="name of the result file")
+        options.add_argument("--folder", type=Path, default=RESULTS, help="folder of the result file")
         for parameter in inspect.signature(measure).parameters.values():
             kind = type(parameter.default)
             options.add_argument(f"--{parameter.name}", type=kind, default=parameter.default, help="%(default)s")
     chosen = vars(parser.parse_args(arguments))
-    name, save = chosen.pop("name"), chosen.pop("save")
+    name, save, folder = (chosen.pop(key) for key in ("name", "save", "folder"))
     measure, table = REGISTRY[name]
-    machine = describe_machine()
+    partial, whole = (folder / f"{save}{suffix}" for suffix in (".partial.json", ".json"))
+    result: dict[str, Any] = {"benchmark": name, "machine": describe_machine(), "rows": []}
+    started = time.perf_counter()
     try:
-        rows = measure(**chosen)
+        for row in measure(**chosen):
+            result["rows"].append(row)
+            files.write_json(partial, result)
+            print(f"row {len(result['rows'])} after {time.perf_counter() - started:.0f} s", file=sys.stderr)
     except ZooError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    files.write_json(RESULTS / f"{save}.json", {"machine": machine, "rows": rows})
-    print(table(rows))
+    if not result["rows"]:
+        print(f"{name} measured nothing with these options", file=sys.stderr)
+        return 2
+    partial.replace(whole)
+    print(table(result["rows"]))
     return 0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.plain import COMPILED
+
 
 def render(headers: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> str:
     """Return a Markdown table with aligned columns, and notes under it. ``None`` was not measured and shows as -."""
@@ -30,6 +32,17 @@ def share(value: float | None) -> str | None:
 def median(found: Mapping[str, Any], name: str) -> float | None:
     """Return the median of a timing in a result, or None where the candidate was not timed."""
     return found[name]["median"] if name in found else None
+
+
+def integers(text: str) -> list[int]:
+    """Read comma-separated whole numbers; none of an empty text."""
+    return [int(word) for word in text.split(",") if word.strip()]
+
+
+def modes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the modes of torch.compile that were timed in any row, in order."""
+    names = (name for row in rows for name in row["graph_ms"] if name.startswith(f"{COMPILED} "))
+    return list(dict.fromkeys(name.removeprefix(f"{COMPILED} ") for name in names))
 
 
 def distinct(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,14 +1,32 @@
 """The benchmarks themselves: what they refuse, what they compute, what they print. Kernels are timed on a GPU only."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import conv, gate, gbla_core, gbla_layer, limits, machine, peers, plot, run, tables, timing, train_step
+from benchmarks import (
+    conv,
+    docs,
+    gate,
+    gbla_core,
+    gbla_layer,
+    limits,
+    machine,
+    peers,
+    plain,
+    plot,
+    profile_layer,
+    run,
+    tables,
+    timing,
+    train_step,
+)
 from zoo.errors import ConfigError, DataError, ParityError
+from zoo.layers import GatedBidirectionalLinearAttention
 
-GPU_BENCHMARKS = ["conv", "gbla_core", "gbla_layer", "train_step"]
+GPU_BENCHMARKS = ["conv", "gbla_core", "gbla_layer", "layer_profile", "train_step"]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
 
@@ -25,11 +43,30 @@ def test_the_registry_lists_every_benchmark_with_its_options(capsys):
 
 @no_gpu
 @pytest.mark.parametrize("name", GPU_BENCHMARKS)
-def test_a_gpu_benchmark_without_a_gpu_ends_in_one_sentence(name, capsys):
-    assert run.main([name, "--save", "never-written"]) == 2
+def test_a_gpu_benchmark_without_a_gpu_ends_in_one_sentence(name, tmp_path, capsys):
+    assert run.main([name, "--folder", str(tmp_path)]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith(f"ConfigError: {name} times kernels of a CUDA device") and "\n" not in error
-    assert not (run.RESULTS / "never-written.json").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_on_disk_as_they_come_and_only_a_whole_run_takes_the_results_name(tmp_path, monkeypatch, capsys):
+    def measure(rows: int = 2, fails: int = 0):
+        for row in range(rows):
+            yield {"row": row}
+            assert json.loads((tmp_path / "played.partial.json").read_text())["rows"][-1] == {"row": row}
+        if fails:
+            raise ConfigError("cut off")
+
+    monkeypatch.setattr(run, "REGISTRY", {"played": (measure, lambda rows: f"{len(rows)} rows")})
+    assert run.main(["played", "--folder", str(tmp_path), "--fails", "1"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["played.partial.json"]
+    assert run.main(["played", "--folder", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["played.json"]
+    written = json.loads((tmp_path / "played.json").read_text())
+    assert written["benchmark"] == "played" and len(written["rows"]) == 2 and written["machine"]["cpu"]
+    assert "2 rows" in capsys.readouterr().out
+    assert run.main(["played", "--folder", str(tmp_path), "--rows", "0"]) == 2
 
 
 def test_the_gate_admits_what_the_rule_allows_and_refuses_what_is_wrong():
@@ -135,10 +172,15 @@ def played(monkeypatch):
     monkeypatch.setattr(peers, "flash_attention_3", lambda: (peers.plain_attention, "played"))
 
 
+LAYER_PEERS = {"gbla", "fa3", "cudnn", "torch_compile", "torch_compile default"}
+
+
 def test_the_layer_benchmark_runs_to_its_table(played):
-    rows = gbla_layer.measure(batch=3, d_model=16, heads=2, head_dim=16, lengths="5,8")
+    rows = list(gbla_layer.measure(batch=3, d_model=16, heads=2, head_dim=16, lengths="5,8", flash_lengths="5"))
     assert [row["length"] for row in rows] == [5, 8]
-    assert set(rows[0]["graph_ms"]) == {"gbla", "fa3", "cudnn", "torch_flash", "torch_compile_gbla"}
+    assert set(rows[0]["graph_ms"]) == {*LAYER_PEERS, "torch_flash"} and set(rows[1]["graph_ms"]) == LAYER_PEERS
+    assert set(rows[0]["eager_ms"]) == {"gbla", "fa3"} and rows[0]["compile_mode"] == "default"
+    assert rows[0]["packed_width"] == 136
     assert rows[0]["fa3_over_ours"] == 1 and rows[0]["limit_ms"] > 1
     text = gbla_layer.table(json.loads(json.dumps(rows)))
     assert "FA3 / GBLA" in text and "all causal" in text
@@ -146,17 +188,20 @@ def test_the_layer_benchmark_runs_to_its_table(played):
 
 def test_the_layer_benchmark_goes_on_without_flash_attention_3(played, monkeypatch):
     monkeypatch.setattr(peers, "flash_attention_3", lambda: (None, "no FlashAttention-3: not installed"))
-    rows = gbla_layer.measure(batch=1, d_model=16, heads=2, head_dim=16, lengths="5")
+    rows = list(gbla_layer.measure(batch=1, d_model=16, heads=2, head_dim=16, lengths="5"))
     assert rows[0]["fa3_over_ours"] is None
     assert "no FlashAttention-3: not installed" in gbla_layer.table(rows)
 
 
 def test_the_core_and_the_convolution_run_to_their_tables(played):
-    rows = gbla_core.measure(batch=3, heads=2, head_dim=16, lengths="5", backward_lengths="7")
+    sizes = {"batch": 3, "heads": 2, "head_dim": 16}
+    rows = list(gbla_core.measure(**sizes, lengths="5", backward_lengths="7", autotune="7"))
     assert [row["direction"] for row in rows] == ["forward", "forward+backward"]
     assert set(rows[1]["tolerance_used"]["op"]) == {"y", "grad_packed", "grad_norm_weight"}
+    assert rows[1]["compiled_over_ours"] == 1 and "torch_compile max-autotune-no-cudagraphs" in rows[1]["graph_ms"]
+    assert "torch_compile max-autotune-no-cudagraphs" not in rows[0]["graph_ms"]
     assert "share of floor" in gbla_core.table(json.loads(json.dumps(rows)))
-    rows = conv.measure(batch=3, channels=8, lengths="6")
+    rows = list(conv.measure(batch=3, channels=8, lengths="6", compiled_lengths="6"))
     assert [row["case"] for row in rows[::2]] == list(conv.CASES)
     assert [row["direction"] for row in rows[:2]] == ["forward", "forward+backward"]
     assert set(rows[-1]["tolerance_used"]["op"]) == {"y", "grad_x", "grad_weight", "grad_norm_weight"}
@@ -166,13 +211,13 @@ def test_the_core_and_the_convolution_run_to_their_tables(played):
 
 def test_the_training_step_compares_a_preset_with_its_twin(played, monkeypatch):
     monkeypatch.setattr(train_step, "GATE_SHAPE", (2, 9))
-    rows = train_step.measure(preset="gbla-tiny", shapes="2x6", hash_rows=64)
+    rows = list(train_step.measure(preset="gbla-tiny", shapes="2x6", hash_rows=64, flash_shapes="2x6"))
     assert [row["compile"] for row in rows] == ["no", "layers"]
     assert rows[0]["twin_over_ours"] == 1 and rows[0]["ours"]["attention"] in train_step.BACKENDS
     assert len(rows[0]["ours"]["all_runs"]) == 2 and len(rows[1]["ours"]["all_runs"]) == 1
     assert "twin / ours" in train_step.table(json.loads(json.dumps(rows)))
     with pytest.raises(ConfigError, match="'maybe'"):
-        train_step.measure(compile="maybe")
+        list(train_step.measure(compile="maybe"))
 
 
 def test_a_wrong_op_is_refused_before_it_is_timed(played, monkeypatch):
@@ -182,7 +227,123 @@ def test_a_wrong_op_is_refused_before_it_is_timed(played, monkeypatch):
     )
     monkeypatch.setattr(timing, "time_graphs", lambda *_, **__: pytest.fail("it was timed"))
     with pytest.raises(ParityError, match="op is not timed because its y is wrong"):
-        gbla_core.measure(batch=2, heads=2, head_dim=16, lengths="5", backward_lengths="")
+        list(gbla_core.measure(batch=2, heads=2, head_dim=16, lengths="5", backward_lengths=""))
+
+
+def test_a_wrong_compiled_peer_is_not_timed(played, monkeypatch):
+    monkeypatch.setattr(plain, "core", lambda packed, *_: packed[..., :32] * 1.0)
+    (row,) = gbla_core.measure(batch=2, heads=2, head_dim=16, lengths="5", backward_lengths="")
+    assert set(row["graph_ms"]) == {"op"} and row["compiled_over_ours"] is None
+    assert "torch_compile default is not timed because its y is wrong" in gbla_core.table([row])
+
+
+@pytest.mark.parametrize("length", [1, 100, 1500])
+def test_the_plain_layer_is_the_layer(length):
+    torch.manual_seed(0)
+    mixer = GatedBidirectionalLinearAttention(32, 2, 16)
+    x = torch.randn(2, length, 32)
+    lengths = torch.full((2,), length, dtype=torch.int32)
+    torch.testing.assert_close(plain.layer(mixer, x), mixer(x, lengths), rtol=1e-4, atol=1e-5)
+
+
+def test_the_fastest_compiled_mode_is_the_peer():
+    slow, fast, ours = (timing.Timing(ms, ms, ms, 1) for ms in (3.0, 2.0, 1.0))
+    timings = {"op": ours, "torch_compile default": slow, "torch_compile max-autotune-no-cudagraphs": fast}
+    found, mode = plain.with_fastest(timings)
+    assert found["torch_compile"] is fast and mode == "max-autotune-no-cudagraphs"
+    assert plain.with_fastest({"op": ours}) == ({"op": ours}, None)
+
+
+def event(name, start, microseconds, *, kernels=(), shapes=(), cuda=True):
+    kernels = [SimpleNamespace(name=kernel, duration=duration) for kernel, duration in kernels]
+    device = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    span = SimpleNamespace(start=start, end=start + microseconds)
+    return SimpleNamespace(name=name, device_type=device, time_range=span, kernels=kernels, input_shapes=shapes)
+
+
+def test_the_profile_tells_products_of_different_shapes_apart_though_one_kernel_makes_them():
+    events = [
+        event("aten::mm", 0, 9, kernels=[("gemm", 30.0)], shapes=[[4, 8], [8, 6]], cuda=False),
+        event("aten::mm", 10, 9, kernels=[("gemm", 50.0), ("sum_of_parts", 5.0)], shapes=[[4, 6], [6, 8]], cuda=False),
+        event("aten::mm", 11, 9, shapes=[[1, 1], [1, 1]], cuda=False),
+        event("gemm", 200, 50.0),
+        event("gemm", 100, 30.0),
+        event("reduce_kernel", 140, 20.0),
+        event("sum_of_parts", 260, 5.0),
+        event("gemm", 300, 7.0),
+    ]
+    assert profile_layer.collect(events, 1) == [
+        ("gemm", (4, 8, 6), 1, 30.0),
+        ("reduce_kernel", None, 1, 20.0),
+        ("gemm", (4, 6, 8), 1, 50.0),
+        ("sum_of_parts", (4, 6, 8), 0, 5.0),
+        ("gemm", None, 1, 7.0),
+    ]
+
+
+def test_the_costs_of_the_kernels_are_those_of_the_limits():
+    size = limits.MixerSize(batch=8, length=8192, d_model=1024, num_heads=16, head_dim=64)
+    costs = profile_layer.kernel_costs(size, torch.device("cpu"), bytes_of_x=2)
+    moved = {name: cost.bytes_moved for name, cost in costs.items()}
+    assert moved["forward_kernel"] == size.conv_bytes()
+    assert moved["reduce_kernel"] + moved["apply_kernel"] == size.core_bytes()
+    padding = 2 * size.tokens * (4224 - 4112)
+    both = moved["backward_queries_kernel"] + moved["backward_keys_kernel"]
+    assert both == size.core_backward_bytes() + padding
+    product = profile_layer.KernelTime("nvjet", (size.tokens, 1024, 4224), 1, 900.0)
+    cost = profile_layer.product_cost(product, size)
+    assert cost.role.startswith("packed projection: ") and cost.operations == 2 * size.tokens * 1024 * 4224
+    assert cost.limit(4e12, 8e14) == pytest.approx(1e6 * cost.operations / 8e14)
+
+
+def test_a_kernels_name_is_cut_to_what_a_reader_needs():
+    long = (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3> >"
+    )
+    assert profile_layer.short_name(long) == "vectorized_elementwise_kernel (CUDAFunctor_add)"
+    assert profile_layer.short_name("reduce_kernel") == "reduce_kernel"
+
+
+@pytest.mark.parametrize("layer", profile_layer.LAYERS)
+def test_the_profile_of_a_layer_runs_to_its_table(layer, played, monkeypatch):
+    def once(call, _):
+        call(0)
+        found = [("forward_kernel", None, 1.0, 20.0), ("gemm", (3 * 7, 16, 136), 1.0, 50.0), ("other", None, 2.0, 5.0)]
+        return [profile_layer.KernelTime(*kernel) for kernel in found]
+
+    monkeypatch.setattr(profile_layer, "profile", once)
+    sizes = {"batch": 3, "d_model": 16, "heads": 2, "head_dim": 16, "mlp_width": 24, "lengths": "7"}
+    rows = list(profile_layer.measure(**sizes, layers=layer))
+    assert [row["direction"] for row in rows] == ["forward", "forward+backward"]
+    assert set(rows[1]["tolerance_used"]) == {"y", "grad_x"} and rows[0]["kernels_us"] == 75
+    text = profile_layer.table(json.loads(json.dumps(rows)))
+    assert "short convolution" in text and "packed projection: product 21 x 16 x 136" in text
+    with pytest.raises(ConfigError, match="'decoder'"):
+        list(profile_layer.measure(layers="decoder"))
+
+
+def test_pages_are_filled_from_results_as_often_as_one_likes(tmp_path):
+    rows = [{"verb": "init", "seconds": 1.0, "peak_gib": 2.0, "files": {}}]
+    tools = {"torch": "2.13.0", "triton": None, "cuda": "13.0"}
+    told = {"gpu": "NVIDIA H200, 580.1", "cpu": "", "tools": tools, "commit": "abc", "time": "2026-12-01T10:00:00"}
+    command = ["run.py", "export_build", "--length", "64"]
+    result = {"benchmark": "export_build", "machine": {**told, "command": command}, "rows": rows}
+    (tmp_path / "export.json").write_text(json.dumps(result))
+    page = (
+        "Before.\n\n<!-- table: export -->\nold\n<!-- end of table -->\n\n<!-- table: none -->\n<!-- end of table -->\n"
+    )
+    filled = docs.fill(page, tmp_path)
+    assert "peak GiB" in filled and "old" not in filled and filled.startswith("Before.") and "table: none" in filled
+    assert "NVIDIA H200, driver 580.1; torch 2.13.0, cuda 13.0; commit abc; 2026-12-01" in filled
+    assert "`python -m benchmarks.run export_build --length 64`" in filled
+    assert docs.fill(filled, tmp_path) == filled
+    (tmp_path / "export.json").write_text("{}")
+    with pytest.raises(DataError, match="measure it again"):
+        docs.fill(page, tmp_path)
+
+
+def test_the_pages_show_the_results_that_are_committed(capsys):
+    assert docs.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_the_plot_is_drawn_from_a_result(tmp_path, capsys):
