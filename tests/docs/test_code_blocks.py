@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from zoo.cli import app
+from zoo.cli import app, main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("**/*.md")])
@@ -52,6 +52,16 @@ def test_command_lines_name_verbs_and_options_that_exist(name, words):
     command = context.command.get_command(context, verb)
     assert command is not None, f"there is no verb {verb}"
     command.make_context(verb, arguments, parent=context)
+
+
+LOOKS = [(name, words) for name, words in zoo_commands() if words[:2] == ["inspect", "kernels"] or words == ["list"]]
+
+
+@pytest.mark.parametrize(("name", "words"), LOOKS, ids=[name for name, _ in LOOKS])
+def test_command_lines_that_only_look_run(name, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert not stopped.value.code and capsys.readouterr().out
 
 
 def test_there_are_blocks_to_run():
