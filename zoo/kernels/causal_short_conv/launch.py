@@ -52,9 +52,9 @@ class Config:
 
 FORWARD = {2: Config(vector=4, block=512, rows=8, run=32), 4: Config(vector=4, block=512, rows=4, run=64)}
 BACKWARD = {2: Config(vector=4, block=1024, rows=4, run=256), 4: Config(vector=4, block=512, rows=4, run=256)}
-"""By the bytes of a value. Two bytes: measured in bfloat16 on an H200, 2026-11-30, profiler's kernel times, beside what a
-copy at 4.23 TB/s takes. [8, 32768, 1024], [8, 2048, 1024], [8, 512, 1024]: forward 268, 20.2, 6.2 us (95%, 84%, 78% of
-the copy's speed), backward 441, 35.6, 14.6 us (86% at the first). Four bytes: not measured."""
+"""By the bytes of a value. Two bytes: measured in bfloat16 on an H200, 2026-11-30, profiler's kernel times, beside a
+copy at 4.23 TB/s. [8, 32768, 1024], [8, 2048, 1024], [8, 512, 1024]: forward 268, 20.2, 6.2 us (95%, 84%, 78% of the
+copy's speed), backward 441, 35.6, 14.6 us (86% at the first). Four bytes: not measured."""
 
 WARPS_A_PROCESSOR = 4
 SHORTEST_RUN = 8
