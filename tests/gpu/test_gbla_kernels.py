@@ -139,9 +139,9 @@ def assert_inside(found, layout, packed, norm_weight, lengths, grad):
     """Judge output and gradients by the tolerance rule, and demand zeros at padding and in the spare columns."""
     exact = reference(layout, packed.double(), norm_weight.double(), lengths, grad.double())
     low = reference(layout, packed, norm_weight, lengths, grad)
-    dtypes = packed.dtype, packed.dtype, norm_weight.dtype
-    for name, out, ref64, ref_lo, dtype in zip(("y", "dpacked", "dweight"), found, exact, low, dtypes, strict=True):
-        judged = deviation(out, ref64, ref_lo, dtype)
+    for name, out, ref64, ref_lo in zip(("y", "dpacked", "dweight"), found, exact, low, strict=True):
+        # The norm weight and its gradient are float32, but their factors come in the dtype of the projection.
+        judged = deviation(out, ref64, ref_lo, packed.dtype)
         assert judged.ok, (name, judged)
     for row, length in enumerate(lengths.tolist()):
         assert (found[0][row, max(length, 0) :] == 0).all()
@@ -358,7 +358,8 @@ def test_grids_pass_65535_programs():
     exact = reference(layout, packed.double(), norm_weight.double(), counts, grad.double())
     low = reference(layout, packed, norm_weight, counts, grad)
     for out, ref64, ref_lo in zip(found, exact, low, strict=True):
-        assert deviation(out, ref64, ref_lo, out.dtype).ok, deviation(out, ref64, ref_lo, out.dtype)
+        judged = deviation(out, ref64, ref_lo, BRAIN)
+        assert judged.ok, judged
 
 
 @pytest.mark.parametrize("table", TABLES)
