@@ -134,7 +134,8 @@ _FORWARD_OLDER = _without_tma(_FORWARD)
 _BACKWARD_OLDER = _without_tma(_BACKWARD)
 _MOST_WAVES = 4
 _TILES_TO_START = 3
-_TILES_TO_COMBINE = 4
+_TILES_TO_COMBINE = 6
+_TILES_A_PROGRAM = 16
 COMBINE_WARPS = 4
 
 
@@ -314,7 +315,7 @@ def backward(
     dot = gradient_dot_dtype(packed.dtype)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     config = queries_config or backward_config("queries", dim, packed.dtype, capability(device))
-    splits, chunk = _split(batch * heads, length, config, device, combines=False)
+    splits, chunk = _split(batch * heads, length, config, device, combines=True)
     part_state = torch.empty(batch, heads, splits, dim, dim, **float32)
     part_z = torch.empty(batch, heads, splits, dim, **float32)
     part_weight = torch.empty(batch, heads, splits, dim, **float32) if layout.gated_norm else part_z
@@ -360,7 +361,8 @@ def _split(pairs: int, length: int, config: TileConfig, device: torch.device, *,
     """Return into how many chunks each row is split, and the positions of a chunk (whole tiles).
 
     Programs run in waves of as many as fit. A program costs its tiles and a fixed part, a second kernel that combines
-    chunks costs another; the split with the lowest sum wins, the smallest of equals.
+    chunks costs another; the split with the lowest sum wins, the smallest of equals. Where chunks need no combining
+    and rows are long, programs of sixteen tiles do better than one wave: they even out the multiprocessors.
     """
     tiles = max(1, -(-length // config.block_l))
     slots = config.resident * multiprocessors(device)
@@ -370,7 +372,10 @@ def _split(pairs: int, length: int, config: TileConfig, device: torch.device, *,
         return waves * (-(-tiles // splits) + _TILES_TO_START) + (_TILES_TO_COMBINE if combines and splits > 1 else 0)
 
     most = min(tiles, _MOST_WAVES * slots // pairs + 1)
-    splits = min(config.splits or min(range(1, most + 1), key=cost), tiles)
+    best = min(range(1, most + 1), key=cost)
+    if not combines:
+        best = max(best, tiles // _TILES_A_PROGRAM)
+    splits = min(config.splits or best, tiles)
     tiles_each = -(-tiles // splits)
     return -(-tiles // tiles_each), tiles_each * config.block_l
 
