@@ -123,7 +123,7 @@ def reference(layout, packed, norm_weight, lengths, grad):
 
 
 def attention(layout, norm_weight, lengths):
-    return lambda packed: gated_bidirectional_linear_attention(
+    return lambda packed, norm_weight=norm_weight: gated_bidirectional_linear_attention(
         packed,
         norm_weight,
         lengths,
@@ -258,15 +258,16 @@ def test_any_strides_are_read(name, dim):
 
 
 def training_step(dim=64, lengths=LENGTHS):
-    """Return a function that gives output and gradients, the function of packed in it, packed, and grad."""
+    """Return a function that gives output and gradients, the op that it calls on two leaves, packed, and grad."""
     layout = PackedLayout(3, dim)
     packed, norm_weight, counts, grad = draw(layout, BRAIN, lengths)
-    packed.requires_grad_(), norm_weight.requires_grad_()
     op = attention(layout, norm_weight, counts)
 
     def step(op=op):
-        y = op(packed)
-        return [y.detach(), *torch.autograd.grad(y, [packed, norm_weight], grad)]
+        # Leaves of its own: a captured backward may not reach back to the stream on which older ones were made.
+        packed_leaf, norm_leaf = (tensor.detach().requires_grad_() for tensor in (packed, norm_weight))
+        y = op(packed_leaf, norm_leaf)
+        return [y.detach(), *torch.autograd.grad(y, [packed_leaf, norm_leaf], grad)]
 
     return step, op, packed, grad
 
@@ -284,7 +285,7 @@ def test_results_are_the_same_bits_each_time(case):
 
 def test_checkpointing_changes_no_bit():
     step, op, *_ = training_step()
-    assert all_equal(step(lambda packed: checkpoint(op, packed, use_reentrant=False)), step())
+    assert all_equal(step(lambda *leaves: checkpoint(op, *leaves, use_reentrant=False)), step())
 
 
 def test_forward_and_backward_are_captured_in_cuda_graphs():
@@ -309,8 +310,8 @@ def test_forward_and_backward_are_captured_in_cuda_graphs():
 
 def test_forward_and_backward_compile_whole():
     step, op, *_ = training_step()
-    compiled = torch.compile(lambda packed: op(packed) * 2, fullgraph=True)
-    assert all_equal(step(compiled), step(lambda packed: op(packed) * 2))
+    compiled = torch.compile(lambda *leaves: op(*leaves) * 2, fullgraph=True)
+    assert all_equal(step(compiled), step(lambda *leaves: op(*leaves) * 2))
 
 
 def layer_of(d_model=128):

@@ -70,13 +70,16 @@ def _accumulate(
 
 @triton.jit
 def _accumulate_with_maxima(
-    kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column,
+    kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column, largest,
     D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the positions t .. t + BLOCK_L, every key column relative to its own running maximum."""
+    """Add the positions t .. t + BLOCK_L, every key column relative to its own running maximum.
+
+    The gates are taken relative to the largest first: a gate of 1e4 would swallow the last bits of a key.
+    """
     k_LD = load_tile(packed, desc, row_start, t, end, stride_l, key_column, D, BLOCK_L, TMA, True)
     v_LD = load_tile(packed, desc, row_start, t, end, stride_l, value_column, D, BLOCK_L, TMA, True)
-    gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, True)
+    gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, True) - largest
     k_LD = k_LD.to(tl.float32)
     e_LD = below_zero(k_LD) + gate_L[:, None]
     new_max_D = tl.maximum(max_D, tl.max(e_LD, 0))
@@ -85,6 +88,16 @@ def _accumulate_with_maxima(
     w_LD = above_zero(k_LD) * tl.exp2((e_LD - shift_D[None, :]) * LOG2_E)
     kv_DD, z_DX = _add(kv_DD * scale_D[:, None], z_DX * scale_D[:, None], w_LD, v_LD, PRECISION)
     return kv_DD, z_DX, new_max_D
+
+
+@triton.jit
+def _largest_gate(packed, start, end, stride_l, column, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr):
+    """Return the largest gate logit of a chunk, 0 where there is none above -inf."""
+    largest_L = tl.full([BLOCK_L], float("-inf"), tl.float32)
+    for t in tl.range(start, end, BLOCK_L, num_stages=1):
+        largest_L = tl.maximum(largest_L, load_gate(packed, t, end, stride_l, column, BLOCK_L, KEY_GATE, True))
+    largest = tl.max(largest_L, 0)
+    return tl.where(largest > float("-inf"), largest, 0.0)
 
 
 @triton.jit
@@ -166,11 +179,13 @@ def reduce_kernel(
         kv_DD = tl.zeros([D, D], tl.float32)
         z_DX = tl.zeros([D, 16], tl.float32)
         max_D = tl.full([D], float("-inf"), tl.float32)
+        largest = _largest_gate(packed, start, end, stride_l, gate_column, BLOCK_L, KEY_GATE)
         for t in tl.range(start, end, BLOCK_L, num_stages=1):
             kv_DD, z_DX, max_D = _accumulate_with_maxima(
                 kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column,
-                D, BLOCK_L, KEY_GATE, TMA, PRECISION,
+                largest, D, BLOCK_L, KEY_GATE, TMA, PRECISION,
             )  # fmt: skip
+        max_D += largest
         z_D = tl.max(z_DX, 1)
         # A chunk of nothing but NaN has no maximum, and yet its sums count.
         max_D = tl.where((max_D > float("-inf")) | (z_D == 0.0), max_D, 0.0)
@@ -222,7 +237,9 @@ def combine_kernel(
 def query_weights(q_LD, l_D, EXACT: tl.constexpr):
     """Return exp(e(q) + l - c) and f = a(q) times that, both [L, D] in float32."""
     if EXACT:
-        e_LD = below_zero(q_LD) + l_D[None, :]
+        # Queries far below zero come back near it first, where the sum with l loses no bits of l.
+        e_LD = below_zero(q_LD)
+        e_LD = (e_LD - tl.max(e_LD, 1)[:, None]) + l_D[None, :]
         exp_LD = tl.exp2((e_LD - tl.max(e_LD, 1)[:, None]) * LOG2_E)
     else:
         e_LD = below_zero(q_LD) * LOG2_E + (l_D * LOG2_E)[None, :]
