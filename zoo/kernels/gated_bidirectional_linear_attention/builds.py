@@ -15,7 +15,8 @@ _SIZES = dict.fromkeys(("length", "heads", "splits", "chunk", "width", "used_wid
 _STRIDES = dict.fromkeys(("stride_b", "stride_l", "grad_stride_b", "grad_stride_l"), "i32")
 _COLUMNS = dict.fromkeys(("key_column", "value_column", "gate_column", "query_column"), "i32")
 _DESCRIPTORS = ("desc", "grad_desc", "out_desc")
-_POINTERS_TO_FLOAT = ("log_z", "shift", "part_kv", "part_z", "part_max", "part_state", "part_weight", "grad_z")
+_PARTS = ("part_kv", "part_z", "part_max", "part_gate", "part_state", "part_weight")
+_POINTERS_TO_FLOAT = ("log_z", "shift", "grad_z", *_PARTS)
 
 
 def builds(capability: int) -> list[KernelBuild]:

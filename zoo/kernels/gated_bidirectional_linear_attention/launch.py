@@ -56,7 +56,7 @@ class State(NamedTuple):
     log_z: Tensor
     """l [B, H, D] float32."""
     shift: Tensor
-    """max_d m_d [B, H] float32."""
+    """[B, H, 2] float32: the gate logit that the exponents are relative to, and max_d m_d relative to that."""
 
 
 def choose(packed: Tensor, layout: PackedLayout) -> Choice:
@@ -207,17 +207,19 @@ def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: 
     state = State(
         torch.empty(batch, heads, dim, dim, dtype=packed.dtype, device=packed.device),
         torch.empty(batch, heads, dim, **float32),
-        torch.empty(batch, heads, **float32),
+        torch.empty(batch, heads, 2, **float32),
     )
     if batch == 0:
         return state
     splits, chunk = _split(batch * heads, length, config, packed.device, combines=True)
-    part_kv = torch.empty(batch, heads, splits, dim, dim, **float32) if splits > 1 else state.log_z
-    part_z, part_max = torch.empty(2, batch, heads, splits, dim, **float32) if splits > 1 else (state.log_z,) * 2
+    parts: tuple[Tensor, ...] = (state.log_z,) * 4
+    if splits > 1:
+        sizes = ((dim, dim), (dim,), (dim,), ())
+        parts = tuple(torch.empty(batch, heads, splits, *size, **float32) for size in sizes)
     desc, tma = _descriptors([packed], config, dim)
     with _on_device(packed):
         reduce_kernel[(batch * heads * splits,)](
-            packed, desc, lengths, *state, part_kv, part_z, part_max,
+            packed, desc, lengths, *state, *parts,
             length, heads, splits, chunk, packed.stride(0), packed.stride(1),
             layout.key, layout.value, layout.key_gate_logit or 0,
             **constants("reduce", layout, packed.dtype, config), TMA=tma, FINAL=splits == 1,
@@ -226,14 +228,7 @@ def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: 
         if splits > 1:
             combine = combine_constants(dim)
             combine_kernel[(batch * heads * (dim // combine["COLUMNS"]),)](
-                part_kv,
-                part_z,
-                part_max,
-                *state,
-                splits,
-                **combine,
-                num_warps=COMBINE_WARPS,
-                **overlap(packed.device),
+                *parts, *state, splits, **combine, num_warps=COMBINE_WARPS, **overlap(packed.device)
             )
     return state
 

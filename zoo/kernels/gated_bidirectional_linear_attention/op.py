@@ -169,7 +169,7 @@ def _training_fake(
         y,
         packed.new_empty(batch, num_heads, head_dim, head_dim),
         packed.new_empty(batch, num_heads, head_dim, dtype=torch.float32),
-        packed.new_empty(batch, num_heads, dtype=torch.float32),
+        packed.new_empty(batch, num_heads, 2, dtype=torch.float32),
     )
 
 

@@ -182,16 +182,16 @@ def backward_combine_kernel(
 @triton.jit
 def _keys_tile(
     packed, desc, row_start, t, end, stop, stride_l, width, key_column, value_column, gate_column, g_DD,
-    g_transposed_DD, t_D, l_D, shift, grad_packed, out_desc,
+    g_transposed_DD, t_D, l_D, gate, largest, grad_packed, out_desc,
     D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     DOT: tl.constexpr, DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     k_LD = load_tile(packed, desc, row_start, t, end, stride_l, key_column, D, BLOCK_L, TMA, MASKED)
     v_LD = load_tile(packed, desc, row_start, t, end, stride_l, value_column, D, BLOCK_L, TMA, MASKED)
-    gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, MASKED) - shift
+    gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, MASKED) - gate
     dw_LD = tl.dot(v_LD.to(DOT), g_transposed_DD, input_precision=DOT_PRECISION) + t_D[None, :]
     k_LD = k_LD.to(tl.float32)
-    exp_LD = exp_rows_columns(below_zero(k_LD), gate_L, l_D, v_LD.dtype == tl.float32)
+    exp_LD = exp_rows_columns(below_zero(k_LD), largest, gate_L, l_D, v_LD.dtype == tl.float32)
     w_LD = above_zero(k_LD) * exp_LD
     dk_LD = dw_LD * exp_LD
     store_tile(grad_packed, out_desc, row_start, t, stop, width, key_column, dk_LD, D, BLOCK_L, TMA, MASKED)
@@ -233,17 +233,18 @@ def backward_keys_kernel(
     g_transposed_DD = tl.trans(g_DD)
     t_D = tl.load(grad_z + pair * D + columns)
     l_D = tl.load(log_z + pair * D + columns)
-    largest = tl.load(shift + pair)
+    gate = tl.load(shift + 2 * pair)
+    largest = tl.load(shift + 2 * pair + 1)
     for t in tl.range(start, full_end, BLOCK_L, num_stages=STAGES):
         _keys_tile(
             packed, desc, row * length, t, end, stop, stride_l, width, key_column, value_column, gate_column, g_DD,
-            g_transposed_DD, t_D, l_D, largest, grad_packed, out_desc,
+            g_transposed_DD, t_D, l_D, gate, largest, grad_packed, out_desc,
             D, BLOCK_L, KEY_GATE, TMA, False, DOT, DOT_PRECISION,
         )  # fmt: skip
     if full_end < end:
         _keys_tile(
             packed, desc, row * length, full_end, end, stop, stride_l, width, key_column, value_column, gate_column,
-            g_DD, g_transposed_DD, t_D, l_D, largest, grad_packed, out_desc,
+            g_DD, g_transposed_DD, t_D, l_D, gate, largest, grad_packed, out_desc,
             D, BLOCK_L, KEY_GATE, TMA, True, DOT, DOT_PRECISION,
         )  # fmt: skip
     zero_tiles(grad_packed, start, end, stop, width, key_column, D, BLOCK_L)

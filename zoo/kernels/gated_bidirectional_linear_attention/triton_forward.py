@@ -112,9 +112,12 @@ def _first_gate(packed, start, end, stride_l, column, KEY_GATE: tl.constexpr):
 
 @triton.jit
 def _store_state(
-    state, log_z, shift, kv_DD, z_D, max_D, columns, offset, first, COLUMNS: tl.constexpr, D: tl.constexpr
+    state, log_z, shift, kv_DD, z_D, max_D, gate, columns, offset, first, COLUMNS: tl.constexpr, D: tl.constexpr
 ):
-    """Write V = kv / z, l relative to the largest maximum, and that maximum; zeros for an empty history."""
+    """Write V = kv / z, l, the gate that all exponents are relative to, and the largest maximum relative to it.
+
+    An empty history gives zeros. The two shifts stay apart because their sum would lose the bits of the smaller one.
+    """
     rows = tl.arange(0, D)
     empty = tl.max(z_D, 0) == 0.0
     v_DX = kv_DD / tl.where(z_D > 0, z_D, 1.0)[:, None]
@@ -123,7 +126,8 @@ def _store_state(
         largest = tl.where(empty, 0.0, tl.max(max_D, 0))
         l_D = tl.where(z_D > 0, max_D - largest + tl.log(tl.where(z_D > 0, z_D, 1.0)), 0.0)
         tl.store(log_z + offset * D + rows, l_D)
-        tl.store(shift + offset, largest)
+        tl.store(shift + 2 * offset, tl.where(empty, 0.0, gate))
+        tl.store(shift + 2 * offset + 1, largest)
 
 
 @triton.jit
@@ -141,7 +145,7 @@ def _is_sound(z_D, count, dtype: tl.constexpr):
 
 @triton.jit
 def reduce_kernel(
-    packed, desc, lengths, state, log_z, shift, part_kv, part_z, part_max,
+    packed, desc, lengths, state, log_z, shift, part_kv, part_z, part_max, part_gate,
     length, heads, splits, chunk, stride_b, stride_l, key_column, value_column, gate_column,
     D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, FINAL: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
@@ -173,19 +177,19 @@ def reduce_kernel(
             first, D, BLOCK_L, KEY_GATE, TMA, True, PRECISION,
         )  # fmt: skip
     z_D = tl.max(z_DX, 1)
-    max_D = tl.zeros([D], tl.float32) + (first if start < end else float("-inf"))
+    gate = first
+    max_D = tl.zeros([D], tl.float32) + (0.0 if start < end else float("-inf"))
     if (start < end) & (_is_sound(z_D, end - start, packed.dtype.element_ty) == 0):
         # Other gates tower over the first one, or a column of keys lies far below its gates: start over.
         kv_DD = tl.zeros([D, D], tl.float32)
         z_DX = tl.zeros([D, 16], tl.float32)
         max_D = tl.full([D], float("-inf"), tl.float32)
-        largest = _largest_gate(packed, start, end, stride_l, gate_column, BLOCK_L, KEY_GATE)
+        gate = _largest_gate(packed, start, end, stride_l, gate_column, BLOCK_L, KEY_GATE)
         for t in tl.range(start, end, BLOCK_L, num_stages=1):
             kv_DD, z_DX, max_D = _accumulate_with_maxima(
                 kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column,
-                largest, D, BLOCK_L, KEY_GATE, TMA, PRECISION,
+                gate, D, BLOCK_L, KEY_GATE, TMA, PRECISION,
             )  # fmt: skip
-        max_D += largest
         z_D = tl.max(z_DX, 1)
         # A chunk of nothing but NaN has no maximum, and yet its sums count.
         max_D = tl.where((max_D > float("-inf")) | (z_D == 0.0), max_D, 0.0)
@@ -193,10 +197,12 @@ def reduce_kernel(
     columns = tl.arange(0, D)
     pair = row.to(tl.int64) * heads + head
     if FINAL:
-        _store_state(state, log_z, shift, kv_DD, z_D, max_D, columns, pair, True, D, D)
+        _store_state(state, log_z, shift, kv_DD, z_D, max_D, gate, columns, pair, True, D, D)
     else:
         part = pair * splits + split
+        some = tl.max(max_D, 0) > float("-inf")
         tl.store(part_max + part * D + columns, max_D)
+        tl.store(part_gate + part, tl.where(some, gate, float("-inf")))
         if start < end:
             tl.store(part_z + part * D + columns, z_D)
             tl.store(part_kv + part * D * D + columns[:, None] * D + columns[None, :], kv_DD)
@@ -204,7 +210,7 @@ def reduce_kernel(
 
 @triton.jit
 def combine_kernel(
-    part_kv, part_z, part_max, state, log_z, shift, splits,
+    part_kv, part_z, part_max, part_gate, state, log_z, shift, splits,
     D: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Merge the chunks of one row and head, each rescaled to the common maximum; one program for COLUMNS values."""
@@ -217,20 +223,27 @@ def combine_kernel(
     kv_DX = tl.zeros([D, COLUMNS], tl.float32)
     z_D = tl.zeros([D], tl.float32)
     max_D = tl.full([D], float("-inf"), tl.float32)
+    gate = float("-inf")
     for split in tl.range(0, splits, num_stages=STAGES):
         part = pair * splits + split
-        part_max_D = tl.load(part_max + part * D + rows)
-        some_D = part_max_D > float("-inf")
-        new_max_D = tl.maximum(max_D, part_max_D)
+        own_gate = tl.load(part_gate + part)
+        new_gate = tl.maximum(gate, own_gate)
+        # Maxima are relative to gates: bring both to the larger gate before they are compared.
+        max_D += tl.where(gate > float("-inf"), gate - new_gate, 0.0)
+        own_max_D = tl.load(part_max + part * D + rows)
+        some_D = own_max_D > float("-inf")
+        own_max_D += tl.where(own_gate > float("-inf"), own_gate - new_gate, 0.0)
+        new_max_D = tl.maximum(max_D, own_max_D)
         old_D = tl.where(max_D > float("-inf"), tl.exp2((max_D - new_max_D) * LOG2_E), 0.0)
-        new_D = tl.where(some_D, tl.exp2((part_max_D - new_max_D) * LOG2_E), 0.0)
-        z_D = z_D * old_D + new_D * tl.load(part_z + part * D + rows, mask=some_D, other=0.0)
+        own_D = tl.where(some_D, tl.exp2((own_max_D - new_max_D) * LOG2_E), 0.0)
+        z_D = z_D * old_D + own_D * tl.load(part_z + part * D + rows, mask=some_D, other=0.0)
         added_DX = tl.load(
             part_kv + part * D * D + rows[:, None] * D + columns[None, :], mask=some_D[:, None], other=0.0
         )
-        kv_DX = kv_DX * old_D[:, None] + new_D[:, None] * added_DX
+        kv_DX = kv_DX * old_D[:, None] + own_D[:, None] * added_DX
         max_D = new_max_D
-    _store_state(state, log_z, shift, kv_DX, z_D, max_D, columns, pair, block == 0, COLUMNS, D)
+        gate = new_gate
+    _store_state(state, log_z, shift, kv_DX, z_D, max_D, gate, columns, pair, block == 0, COLUMNS, D)
 
 
 @triton.jit

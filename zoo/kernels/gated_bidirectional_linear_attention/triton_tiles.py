@@ -154,12 +154,13 @@ def exp_rows(x_LD, row_L, EXACT: tl.constexpr):
 
 
 @triton.jit
-def exp_rows_columns(x_LD, row_L, column_D, EXACT: tl.constexpr):
-    """Return exp(x + row - column)."""
+def exp_rows_columns(x_LD, offset, row_L, column_D, EXACT: tl.constexpr):
+    """Return exp(x - offset + row - column)."""
     if EXACT:
-        y_LD = tl.exp2((x_LD + row_L[:, None] - column_D[None, :]) * LOG2_E)
+        y_LD = tl.exp2((x_LD - offset + row_L[:, None] - column_D[None, :]) * LOG2_E)
     else:
-        y_LD = tl.exp2(x_LD * LOG2_E + ((row_L * LOG2_E)[:, None] - (column_D * LOG2_E)[None, :]))
+        columns_D = (column_D + offset) * LOG2_E
+        y_LD = tl.exp2(x_LD * LOG2_E + ((row_L * LOG2_E)[:, None] - columns_D[None, :]))
     return y_LD
 
 
