@@ -1,7 +1,8 @@
 """``python -m benchmarks.docs``: put the tables of benchmarks/results/ between their marks in the pages.
 
 A page holds ``<!-- table: NAME -->`` and, lines later, ``<!-- end of table -->``; what is between becomes the table of
-results/NAME.json with its machine and command. A mark whose result does not exist is left as it is.
+results/NAME.json with its machine and command. ``NAME:short`` asks for the few columns that a reader in a hurry wants.
+A mark whose result does not exist is left as it is.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gbla_layer
 from benchmarks.run import REGISTRY, RESULTS
 from zoo import files
 from zoo.errors import DataError, ZooError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "kernels.md")
+SHORT = {"gbla_layer": gbla_layer.short_table}
 MARK = re.compile(r"^(<!-- table: (\S+) -->\n)(.*?)^(<!-- end of table -->)$", re.MULTILINE | re.DOTALL)
 
 
@@ -31,13 +34,14 @@ def fill(text: str, results: Path = RESULTS) -> str:
     """
 
     def filled(mark: re.Match[str]) -> str:
-        path = results / f"{mark[2]}.json"
-        return f"{mark[1]}{section(path)}{mark[4]}" if path.exists() else mark[0]
+        name, _, kind = mark[2].partition(":")
+        path = results / f"{name}.json"
+        return f"{mark[1]}{section(path, short=kind == 'short')}{mark[4]}" if path.exists() else mark[0]
 
     return MARK.sub(filled, text)
 
 
-def section(path: Path) -> str:
+def section(path: Path, *, short: bool = False) -> str:
     """Return the table of a result as Markdown, and under it what it was measured on.
 
     Raises:
@@ -45,7 +49,7 @@ def section(path: Path) -> str:
     """
     try:
         result = json.loads(path.read_text())
-        _, table = REGISTRY[result["benchmark"]]
+        table = SHORT[result["benchmark"]] if short else REGISTRY[result["benchmark"]][1]
         text, machine = table(result["rows"]), result["machine"]
         return f"\n{text}\n{_machine(machine)}\n\n"
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -54,7 +58,7 @@ def section(path: Path) -> str:
 
 
 def _machine(machine: dict[str, Any]) -> str:
-    gpu, _, driver = (machine["gpu"] or machine["cpu"]).partition(", ")
+    gpu, _, driver = (machine["gpu"] or machine["cpu"]).splitlines()[0].partition(", ")
     tools = machine["tools"]
     versions = ", ".join(f"{name} {tools[name]}" for name in ("torch", "triton", "cuda", "cudnn") if tools.get(name))
     command = " ".join(["python -m benchmarks.run", *machine["command"][1:]])

@@ -180,3 +180,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         *tables.distinct(rows),
     ]
     return tables.render(headers, lines, notes)
+
+
+def short_table(rows: list[dict[str, Any]]) -> str:
+    """Return length, milliseconds of ours and of the two peers that matter, and how far ahead ours is and could be."""
+    headers = ["history length", "GBLA, ms", "softmax with FlashAttention-3, ms", "GBLA with torch.compile, ms"]
+    headers += ["ahead of FlashAttention-3", "most that is possible"]
+    lines = []
+    for row in rows:
+        graph = [tables.median(row["graph_ms"], name) for name in (OURS, FA3, COMPILED)]
+        ahead = [tables.times(row["fa3_over_ours"]), tables.times(row["fa3_over_limit"])]
+        lines.append([f"{row['length']:,}", *graph, *ahead])
+    first = rows[0]
+    note = (
+        f"One mixer layer, B {first['batch']}, d {first['d_model']}, {first['num_heads']} heads of {first['head_dim']}"
+        ", bf16, forward, in a CUDA graph. Most that is possible: the projections and each other tensor moved once."
+    )
+    return tables.render(headers, lines, [note])

@@ -17,7 +17,7 @@ import torch
 from zoo.bundle import tool_versions
 
 COMMIT_VARIABLE = "TRT_ZOO_COMMIT"
-"""Names the commit where the working tree has travelled without its repository."""
+"""Names the commit where the working tree has travelled without its repository, or with an older one."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -25,7 +25,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "commit": _run("git", "rev-parse", "--short", "HEAD") or os.environ.get(COMMIT_VARIABLE, ""),
+        "commit": os.environ.get(COMMIT_VARIABLE) or _run("git", "rev-parse", "--short", "HEAD"),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

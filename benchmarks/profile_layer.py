@@ -21,6 +21,7 @@ from zoo.models import presets
 from zoo.models.gbla import EncoderLayer
 
 PROFILED_CALLS = 5
+SHOWN_FROM = 0.012
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 LAYERS = ("mixer", "encoder")
 
@@ -279,17 +280,21 @@ def short_name(name: str) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return one table for all rows: every kernel, then the sum of the row."""
+    """Return one table for all rows: the kernels that take time, one line for all others, then the sum of the row."""
     headers = ["layer", "L", "direction", "kernel", "what", "launches", "us", "MB", "TB/s", "TFLOP/s", "of limit"]
     lines: list[list[Any]] = []
     for row in rows:
         where = [row["layer"], row["length"], row["direction"]]
-        for kernel in row["kernels"]:
+        shown = [kernel for kernel in row["kernels"] if kernel["microseconds"] >= SHOWN_FROM * row["kernels_us"]]
+        for kernel in shown:
             megabytes = None if kernel["limit_us"] is None else f"{kernel['bytes'] / 1e6:.1f}"
-            numbers = [_short(kernel["launches"]), f"{kernel['microseconds']:.1f}", megabytes]
+            numbers = [_short(max(1, kernel["launches"])), f"{kernel['microseconds']:.1f}", megabytes]
             rates = [_rounded(kernel.get("tb_s"), 2), _rounded(kernel.get("tflop_s"), 0)]
             share = tables.share(kernel.get("share_of_limit"))
-            lines.append([*where, kernel["name"], kernel["role"] or None, *numbers, *rates, share])
+            lines.append([*where, kernel["name"] or "(no name)", kernel["role"] or None, *numbers, *rates, share])
+        others = [kernel for kernel in row["kernels"] if kernel not in shown]
+        rest = [_short(sum(k["launches"] for k in others)), f"{sum(k['microseconds'] for k in others):.1f}"]
+        lines.append([*where, "all others", None, *rest, None, None, None, None])
         total = [None, f"{row['kernels_us']:.1f}", None, None, None, tables.share(row["limit_us"] / row["kernels_us"])]
         lines.append([*where, "all", None, *total])
     first = rows[0]
@@ -299,6 +304,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "by hand from the shapes, - where nothing was counted (such kernels count as no work in the last column).",
         f"Limit: the bytes at {first['copy_tb_s']:.2f} TB/s (a kernel that copies) or the operations at "
         f"{first['matmul_tflop_s']:.0f} TFLOP/s (8192^3 bf16), whichever takes longer.",
+        f"All others: kernels that take less than {SHOWN_FROM:.1%} of a row. A kernel launched while the one before it "
+        "still runs waits for it, and the wait counts in its time: the combine kernels, above all.",
     ]
     return tables.render(headers, lines, notes)
 
