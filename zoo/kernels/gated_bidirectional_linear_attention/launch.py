@@ -7,6 +7,7 @@ and the tests run every entry that the table can give.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -353,14 +354,20 @@ def backward(
 
 
 def _split(pairs: int, length: int, config: TileConfig, device: torch.device, *, combines: bool) -> tuple[int, int]:
-    """Return into how many chunks each row is split, and the positions of a chunk (whole tiles).
+    """Return into how many chunks each row is split, and the positions of a chunk (whole tiles)."""
+    return _best_split(pairs, length, config, multiprocessors(device), combines)
 
-    Programs run in waves of as many as fit. A program costs its tiles and a fixed part, a second kernel that combines
-    chunks costs another; the split with the lowest sum wins, the smallest of equals. Where chunks need no combining
-    and rows are long, programs of sixteen tiles do better than one wave: they even out the multiprocessors.
+
+@functools.lru_cache(maxsize=4096)
+def _best_split(pairs: int, length: int, config: TileConfig, processors: int, combines: bool) -> tuple[int, int]:
+    """Return the split with the lowest cost, the smallest of equals.
+
+    Programs run in waves of as many as fit. A program costs its tiles and a fixed part, and a second kernel that
+    combines chunks costs another. Where chunks need no combining and rows are long, programs of sixteen tiles do better
+    than one wave: they even out the multiprocessors.
     """
     tiles = max(1, -(-length // config.block_l))
-    slots = config.resident * multiprocessors(device)
+    slots = config.resident * processors
 
     def cost(splits: int) -> int:
         waves = -(-pairs * splits // slots)
