@@ -16,7 +16,7 @@ from tests.kernels.interpreting import (
     poison,
     ragged_batches,
 )
-from zoo.errors import DTypeError, ShapeError
+from zoo.errors import ConfigError, DTypeError, ShapeError
 from zoo.kernels import causal_short_conv, rms_norm_short_conv
 from zoo.kernels.launch import MODE_VARIABLE
 from zoo.kernels.rms_norm_short_conv import launch
@@ -67,6 +67,19 @@ def test_runs_meet_without_a_seam(interpreted, config):
     y64 = rms_norm_short_conv(*exact, lengths)
     for value, expected in zip((y, *found), (y64, *torch.autograd.grad(y64, exact, grad.double())), strict=True):
         torch.testing.assert_close(value, expected.float(), rtol=2e-5, atol=2e-5)
+
+
+def test_without_eps_nothing_comes_in_from_before_the_first_position(interpreted):
+    tensors = [torch.randn(2, 19, 5), torch.rand(5), torch.randn(5, 4)]
+    assert_inside_the_tolerance(
+        lambda *arguments: rms_norm_short_conv(*arguments, eps=0.0), tensors, [19, 4], torch.float32
+    )
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan")])
+def test_an_eps_that_makes_no_sense_is_named(eps):
+    with pytest.raises(ConfigError, match="eps is"):
+        rms_norm_short_conv(torch.randn(2, 5, 3), torch.rand(3), torch.randn(3, 2), LENGTHS, eps=eps)
 
 
 def test_a_row_does_not_depend_on_its_batch(interpreted):

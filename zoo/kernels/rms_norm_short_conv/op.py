@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.errors import DTypeError, ShapeError
+from zoo.errors import ConfigError, DTypeError, ShapeError
 from zoo.kernels.ragged import FLOAT_DTYPES, accumulation_dtype, check_batch, check_device, check_sequence
 from zoo.kernels.rms_norm_short_conv import launch
 from zoo.kernels.rms_norm_short_conv.reference import (
@@ -36,14 +36,14 @@ def rms_norm_short_conv(
         norm_weight: [C], any floating dtype.
         weight: [C, W], any floating dtype; ``weight[:, W - 1]`` meets the present position.
         lengths: int32 [B], valid positions of each row, clamped to [0, L].
-        eps: added to the mean square.
+        eps: added to the mean square, 0 or more.
         out_dtype: dtype of the result; None for that of ``x``.
 
     Returns:
         [B, L, C], zero at padded positions. Differentiable once in ``x``, ``norm_weight`` and ``weight``.
 
     Raises:
-        ShapeError, DTypeError: an argument does not fit; the message names it.
+        ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
     """
     y, _ = torch.ops.zoo.rms_norm_short_conv(x, norm_weight, weight, lengths, eps, out_dtype or x.dtype)
     return y
@@ -55,6 +55,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     _check(x, norm_weight, weight, lengths, out_dtype)
     check_batch(OP, "x", x, lengths)
+    if not eps >= 0:
+        raise ConfigError(f"{OP}: eps is {eps}; it must be 0 or more")
     if launch.choose(x.device, x.dtype, out_dtype, *weight.shape).ok:
         return launch.forward(x, norm_weight, weight, lengths, eps, out_dtype)
     return rms_norm_short_conv_reference(x, norm_weight, weight, lengths, eps, out_dtype)

@@ -74,8 +74,10 @@ def forward_kernel(
     window = ()
     for i in tl.static_range(W - 1):
         t = first - (W - 1) + i
-        row = load_row(x_ptr + t * stride_xl, channels, mask, (t >= 0) & (t < valid))
-        window = window + (row * tl.rsqrt(tl.sum(row * row, axis=0) / C + eps),)
+        inside = (t >= 0) & (t < valid)
+        row = load_row(x_ptr + t * stride_xl, channels, mask, inside)
+        # Without eps the norm of nothing is infinite: its factor is 0 outside, as its positions are.
+        window = window + (row * tl.where(inside, tl.rsqrt(tl.sum(row * row, axis=0) / C + eps), 0),)
     for start in range(first, stop, ROWS):
         rows = ()
         squares = ()
