@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Long-history recommenders, from PyTorch to TensorRT engines proven equal.\n\n"
+    help="Long-history recommenders, from PyTorch to TensorRT engines, with proof on the way.\n\n"
     "The path: [bold]data[/] → [bold]train[/] → [bold]eval[/] → [bold]export[/] → [bold]build[/] → [bold]validate[/]. "
     "Each verb reads the files of the one before it; [bold]demo[/] runs them all.",
 )
@@ -127,7 +127,8 @@ def inspect_kernels(
 
     The Triton kernels run where they can; everything else gets the PyTorch reference, with the reason. Launch
     parameters come from a table by compute capability, head width and bytes of an operand: nothing is tuned at run
-    time. TRT_ZOO_KERNELS=reference turns the kernels off.
+    time. Forward: forward, reduce, apply; backward: backward, queries, keys. TRT_ZOO_KERNELS=reference turns the
+    kernels off.
 
     [dim]Examples: zoo inspect kernels · zoo inspect kernels --capability 90 · zoo inspect kernels --preset gbla-tiny[/]
     """
