@@ -148,6 +148,22 @@ def test_the_registration_passes_opcheck():
     torch.library.opcheck(torch.ops.zoo.gated_bidirectional_linear_attention.default, arguments)
 
 
+def test_the_saved_state_has_the_kernels_shape_and_is_useless_where_the_reference_ran():
+    packed = torch.randn(2, 5, packed_width(2, 4))
+    arguments = (packed, torch.randn(2, 4), torch.tensor([5, 2], dtype=torch.int32), 2, 4, 1e-6, True, True)
+    _, *state = torch.ops.zoo.gated_bidirectional_linear_attention_training(*arguments)
+    assert [list(part.shape) for part in state] == [[2, 2, 4, 4], [2, 2, 4], [2, 2, 2]]
+    assert all(part.isnan().all() for part in state)
+
+
+@pytest.mark.parametrize("gated_norm", [True, False])
+def test_the_backward_passes_opcheck_with_a_norm_weight_in_another_order(gated_norm):
+    packed = torch.randn(2, 5, packed_width(2, 4, gated_norm=gated_norm))
+    lengths, state = torch.tensor([5, 2], dtype=torch.int32), (torch.empty(0),) * 3
+    arguments = (torch.randn(2, 5, 8), packed, torch.randn(4, 2).T, lengths, *state, 2, 4, 1e-6, True, gated_norm)
+    torch.library.opcheck(torch.ops.zoo.gated_bidirectional_linear_attention_backward.default, arguments)
+
+
 def test_forward_and_backward_compile_without_graph_breaks():
     packed = torch.randn(2, 5, packed_width(2, 4), requires_grad=True)
     norm_weight = torch.randn(2, 4)

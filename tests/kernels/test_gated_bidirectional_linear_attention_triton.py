@@ -275,3 +275,14 @@ def test_the_registrations_pass_opcheck(name):
     arguments = (packed, torch.randn(1, 16, requires_grad=True), torch.tensor([5, 2], dtype=torch.int32))
     op = getattr(torch.ops.zoo, f"gated_bidirectional_linear_attention{name}").default
     torch.library.opcheck(op, (*arguments, 1, 16, EPS, True, True))
+
+
+@pytest.mark.parametrize("gated_norm", [True, False])
+def test_the_backward_passes_opcheck_with_a_norm_weight_in_another_order(gated_norm):
+    layout, lengths = PackedLayout(2, 16, gated_norm=gated_norm), torch.tensor([5, 2], dtype=torch.int32)
+    packed, norm_weight = torch.randn(2, 5, layout.width), torch.randn(16, 2).T
+    settings = (2, 16, EPS, True, gated_norm)
+    ops = torch.ops.zoo
+    _, *state = ops.gated_bidirectional_linear_attention_training(packed, norm_weight, lengths, *settings)
+    arguments = (torch.randn(2, 5, 32), packed, norm_weight, lengths, *state, *settings)
+    torch.library.opcheck(ops.gated_bidirectional_linear_attention_backward.default, arguments)

@@ -83,10 +83,16 @@ def _training(
     key_gate: bool,
     gated_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op with the state that its backward would otherwise compute again; the reference leaves it empty."""
+    """The op with the state that its backward would otherwise compute again; that of the reference is all NaN.
+
+    Its shape is that of the kernels' state: compiled graphs are cached, and a cache outlives the choice of the two.
+    (All of one call, forward and backward, must run under one choice.)
+    """
     layout = PackedLayout(num_heads, head_dim, key_gate, gated_norm)
     y, state = _attend(packed, norm_weight, lengths, layout, eps)
-    return y, *(state or _no_state(packed))
+    if state is None:
+        state = launch.State(*(part.fill_(torch.nan) for part in _empty_state(packed, layout)))
+    return y, *state
 
 
 @torch.library.custom_op(f"zoo::{_NAME}_backward", mutates_args=())
@@ -112,7 +118,10 @@ def _backward(
             state = launch.reduce_state(packed, lengths, layout)
         return launch.backward(grad, packed, norm_weight, lengths, state, layout, eps)
     with torch.autocast(packed.device.type, enabled=False):
-        return gated_bidirectional_linear_attention_backward_reference(grad, packed, norm_weight, lengths, layout, eps)
+        grad_packed, grad_norm_weight = gated_bidirectional_linear_attention_backward_reference(
+            grad, packed, norm_weight, lengths, layout, eps
+        )
+    return grad_packed, grad_norm_weight.contiguous()
 
 
 def _attend(
@@ -129,6 +138,15 @@ def _attend(
     # The reference multiplies float32 matrices; an autocast around the op must not narrow them.
     with torch.autocast(packed.device.type, enabled=False):
         return gated_bidirectional_linear_attention_reference(packed, norm_weight, lengths, layout, eps), None
+
+
+def _empty_state(packed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, dim = packed.shape[0], layout.num_heads, layout.head_dim
+    return (
+        packed.new_empty(batch, heads, dim, dim),
+        packed.new_empty(batch, heads, dim, dtype=torch.float32),
+        packed.new_empty(batch, heads, 2, dtype=torch.float32),
+    )
 
 
 def _no_state(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,22 +180,15 @@ def _training_fake(
     gated_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y = _forward_fake(packed, norm_weight, lengths, num_heads, head_dim, eps, key_gate, gated_norm)
-    if not launch.choose_for(packed.device, packed.dtype, head_dim).ok:
-        return y, *_no_state(packed)
-    batch = packed.shape[0]
-    return (
-        y,
-        packed.new_empty(batch, num_heads, head_dim, head_dim),
-        packed.new_empty(batch, num_heads, head_dim, dtype=torch.float32),
-        packed.new_empty(batch, num_heads, 2, dtype=torch.float32),
-    )
+    return y, *_empty_state(packed, PackedLayout(num_heads, head_dim, key_gate, gated_norm))
 
 
 @_backward.register_fake
 def _backward_fake(
     grad: Tensor, packed: Tensor, norm_weight: Tensor, lengths: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty(packed.shape, dtype=packed.dtype, device=packed.device), torch.empty_like(norm_weight)
+    grad_norm_weight = torch.empty(norm_weight.shape, dtype=norm_weight.dtype, device=norm_weight.device)
+    return torch.empty(packed.shape, dtype=packed.dtype, device=packed.device), grad_norm_weight
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
