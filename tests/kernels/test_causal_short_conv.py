@@ -112,3 +112,9 @@ def test_a_misfit_is_named(change, error, words):
     }
     with pytest.raises(error, match=words):
         causal_short_conv(**arguments)
+
+
+def test_forward_mode_is_refused_not_zero():
+    x, weight, lengths = torch.randn(2, 5, 3), torch.randn(3, 2), torch.tensor([5, 2], dtype=torch.int32)
+    with pytest.raises(ConfigError, match="forward-mode"):
+        torch.func.jvp(lambda x: causal_short_conv(x, weight, lengths), (x,), (x,))

@@ -177,6 +177,12 @@ def test_forward_and_backward_compile_without_graph_breaks():
     assert torch.equal(packed.grad, compiled_grad)
 
 
+def test_forward_mode_is_refused_not_zero():
+    packed, norm_weight = torch.randn(2, 5, packed_width(2, 4)), torch.randn(2, 4)
+    with pytest.raises(ConfigError, match="forward-mode"):
+        torch.func.jvp(lambda weight: attend(packed, weight, [5, 2], 2, 4), (norm_weight,), (norm_weight,))
+
+
 def test_activation_checkpointing_gives_the_same_gradient():
     packed = torch.randn(2, 5, packed_width(2, 4), requires_grad=True)
     norm_weight = torch.randn(2, 4)

@@ -82,6 +82,12 @@ def test_an_eps_that_makes_no_sense_is_named(eps):
         rms_norm_short_conv(torch.randn(2, 5, 3), torch.rand(3), torch.randn(3, 2), LENGTHS, eps=eps)
 
 
+def test_forward_mode_is_refused_not_zero():
+    x, weights = torch.randn(2, 5, 3), (torch.rand(3), torch.randn(3, 2))
+    with pytest.raises(ConfigError, match="forward-mode"):
+        torch.func.jvp(lambda x: rms_norm_short_conv(x, *weights, LENGTHS), (x,), (x,))
+
+
 def test_a_row_does_not_depend_on_its_batch(interpreted):
     x, norm_weight, weight = torch.randn(3, 9, 6), torch.rand(6), torch.randn(6, 4)
     lengths = torch.tensor([9, 0, 4], dtype=torch.int32)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from zoo.errors import DTypeError, ShapeError
+from zoo.errors import ConfigError, DTypeError, ShapeError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -34,6 +35,14 @@ def check_sequence(op: str, name: str, x: Tensor, lengths: Tensor) -> None:
         )
     if lengths.device != x.device:
         raise ShapeError(f"{op}: {name} is on {x.device} and lengths on {lengths.device}; move both to one device")
+
+
+def check_no_tangent(op: str, *tensors: Tensor) -> None:
+    """Raise in forward-mode differentiation: a custom op has none, and torch would take its derivative for zero."""
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise ConfigError(f"{op}: it has no forward-mode derivative (jvp, jacfwd); use reverse mode (backward, grad)")
 
 
 def check_device(op: str, name: str, value: Tensor, x: Tensor) -> None:

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from zoo.errors import ConfigError, DTypeError, ShapeError
-from zoo.kernels.ragged import FLOAT_DTYPES, accumulation_dtype, check_batch, check_device, check_sequence
+from zoo.kernels.ragged import (
+    FLOAT_DTYPES,
+    accumulation_dtype,
+    check_batch,
+    check_device,
+    check_no_tangent,
+    check_sequence,
+)
 from zoo.kernels.rms_norm_short_conv import launch
 from zoo.kernels.rms_norm_short_conv.reference import (
     rms_norm_short_conv_backward_reference,
@@ -45,6 +52,7 @@ def rms_norm_short_conv(
     Raises:
         ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
     """
+    check_no_tangent(OP, x, norm_weight, weight)
     y, _ = torch.ops.zoo.rms_norm_short_conv(x, norm_weight, weight, lengths, eps, out_dtype or x.dtype)
     return y
 
