@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -115,10 +118,38 @@ def test_runs_that_take_too_long_are_stopped_and_can_be_resumed(dataset, tmp_pat
     assert set(states(again).values()) == {"done"}
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_what_runs_and_keeps_what_there_is(dataset, tmp_path, stub, number):
+    plan, quiet = plan_of(dataset, twins=(BASE,)), {"tell": lambda line: None}
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), number))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_study(plan, tmp_path, commands=stub(60), **quiet)
+    timer.join()
+    study = json.loads((tmp_path / "study.json").read_text())
+    assert states(study) == {(BASE, 0): "stopped", (BASE, 1): "not started"} and study["seconds"] < 20
+    assert set(states(run_study(plan, tmp_path, commands=stub(), **quiet)).values()) == {"done"}
+
+
+def test_a_damaged_study_is_named_and_a_run_without_its_ranks_is_run_again(dataset, tmp_path, stub):
+    plan, settings = plan_of(dataset, twins=(BASE,), seeds=(0,)), {"commands": stub(), "tell": lambda line: None}
+    run_study(plan, tmp_path, **settings)
+    (tmp_path / f"{BASE}-seed0/reports/ranks.npy").unlink()
+    assert states(run_study(plan, tmp_path, **settings)) == {(BASE, 0): "done"}
+    assert len(calls(tmp_path, BASE, 0)) == 2
+    for text in ("{", "[]", '{"runs": [1]}'):
+        (tmp_path / "study.json").write_text(text)
+        with pytest.raises(ConfigError, match="damaged"):
+            run_study(plan, tmp_path, **settings)
+
+
 def test_what_does_not_exist_is_named_before_anything_starts(dataset, tmp_path, stub):
-    for changes in ({"twins": ("blah",)}, {"settings": {"speed": 1}}, {"seeds": ()}):
+    wrong = ({"twins": ("blah",)}, {"settings": {"speed": 1}}, {"seeds": ()}, {"seeds": (1, 0, 1)}, {"beams": 4})
+    for changes in wrong:
         with pytest.raises(ConfigError):
             run_study(plan_of(dataset, **changes), tmp_path, commands=stub())
+    with pytest.raises(ConfigError, match="processes per GPU is 0"):
+        run_study(plan_of(dataset), tmp_path, commands=stub(), processes_per_gpu=0)
     assert not [*tmp_path.glob("*-seed*")]
 
 

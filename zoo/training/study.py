@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +29,9 @@ from zoo.errors import ConfigError, ZooError
 from zoo.models import presets
 from zoo.training import study_table
 from zoo.training.config import recipe
-from zoo.training.evaluate import RANKS, REPORT
+from zoo.training.evaluate import RANKS, RECALL_KS, REPORT
 from zoo.training.logs import LOG
+from zoo.training.progress import stop_after_this_step
 
 BASE = "base"
 """What the preset itself is called among its twins."""
@@ -136,15 +138,19 @@ def run_study(
         The content of study.json: plan, machine, and a state, metrics and seconds for every run.
 
     Raises:
-        ConfigError: a twin, preset or field that does not exist, or ``out`` holds another study.
+        ConfigError: a twin, preset, field or number that makes no sense, or ``out`` holds another study.
+        KeyboardInterrupt: SIGINT or SIGTERM came; the running ones were stopped, and what there is was written.
     """
-    _check(plan)
+    _check(plan, processes_per_gpu)
     out = files.make_folder(out)
     started = time.monotonic()
-    with files.one_writer(out):
+    with files.one_writer(out), stop_after_this_step() as interrupted:
         study = _Study(plan, out, [*gpus] or [""], processes_per_gpu, commands, tell, started)
-        study.run(deadline, stop_after)
-        return study.write()
+        study.run(deadline, stop_after, interrupted)
+        content = study.write()
+    if interrupted.is_set():
+        raise KeyboardInterrupt
+    return content
 
 
 class _Study:
@@ -167,24 +173,28 @@ class _Study:
         self.results: dict[tuple[str, int], dict[str, Any]] = {}
         self.heartbeat = time.monotonic()
         self.machine = _machine(gpus)
-        previous = _read_json(out / study_table.STUDY)
+        previous = _previous(out / study_table.STUDY)
         different = [name for name, value in self.fixed.items() if name in previous and previous[name] != value]
         if different:
             raise ConfigError(
                 f"{out} holds a study with another {different[0]}; choose another --out, or delete that folder"
             )
         for row in previous.get("runs", ()):
-            if row["state"] == "done":
+            ranks = out / f"{row['twin']}-seed{row['seed']}" / RANKS
+            if row["state"] == "done" and ranks.exists():
                 self.results[row["twin"], row["seed"]] = row
 
-    def run(self, deadline: float | None, stop_after: float | None) -> None:
-        """Start runs where a place is free, and look after them until none is left or time is up."""
+    def run(self, deadline: float | None, stop_after: float | None, interrupted: threading.Event) -> None:
+        """Start runs where a place is free, and look after them until none is left, time is up or a signal came."""
         waiting = [run for run in self.plan.runs() if run not in self.results]
         if len(waiting) < len(self.plan.runs()):
             self.tell(f"{len(self.plan.runs()) - len(waiting)} runs are finished already")
         try:
             while waiting or self.running:
                 elapsed = time.monotonic() - self.started
+                if interrupted.is_set():
+                    self.tell(f"interrupted: stopping {len(self.running)} runs")
+                    return
                 if deadline is not None and elapsed > deadline and waiting:
                     self.tell(f"deadline of {deadline:.0f} s: {len(waiting)} runs are not started")
                     waiting = []
@@ -293,10 +303,19 @@ class _Study:
         self._tell(f"[{time.monotonic() - self.started:4.0f} s] {line}")
 
 
-def _check(plan: Plan) -> None:
-    """Name a twin or field that does not exist before anything starts."""
+def _check(plan: Plan, processes_per_gpu: int) -> None:
+    """Name what does not exist or makes no sense before anything starts."""
     if not plan.twins or not plan.seeds:
         raise ConfigError("a study needs at least one twin and one seed")
+    if len(set(plan.runs())) < len(plan.runs()):
+        raise ConfigError(
+            f"the twins {', '.join(plan.twins)} or the seeds {', '.join(map(str, plan.seeds))} name one twice; "
+            "two runs cannot share a folder, so give each once"
+        )
+    if processes_per_gpu < 1:
+        raise ConfigError(f"processes per GPU is {processes_per_gpu}, and nothing would ever start; use 1 or more")
+    if plan.beams < max(RECALL_KS):
+        raise ConfigError(f"{plan.beams} beams cannot give Recall@{max(RECALL_KS)}; use {max(RECALL_KS)} or more")
     for twin in plan.twins:
         presets.resolve(plan.preset, twin=None if twin == BASE else twin, overrides=plan.overrides)
     recipe(plan.preset, overrides=plan.settings)
@@ -343,8 +362,16 @@ def _last_line(log: Path) -> str:
     return lines[-1][:300] if lines else "no output"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+def _previous(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        study = json.loads(path.read_text())
+        if all({"twin", "seed", "state"} <= set(row) for row in study["runs"]):
+            return dict(study)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ConfigError(f"{path} is damaged; delete it and run the same command: finished runs are only read again")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -380,6 +407,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ZooError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; what was finished is kept, run the same command to go on", file=sys.stderr)
+        return 130
     print((given.out / study_table.PAGE).read_text())
     return 0 if all(row["state"] == "done" for row in study["runs"]) else 1
 
