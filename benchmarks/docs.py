@@ -1,7 +1,8 @@
 """``python -m benchmarks.docs``: put the tables of benchmarks/results/ between their marks in the pages.
 
 A page holds ``<!-- table: NAME -->`` and, lines later, ``<!-- end of table -->``; what is between becomes the table of
-results/NAME.json with its machine and command. ``NAME:short`` asks for the few columns that a reader in a hurry wants.
+results/NAME.json with its machine and command. ``NAME:short`` asks for the few columns that a reader in a hurry wants, where there
+is such a table.
 A mark whose result does not exist is left as it is.
 """
 
@@ -49,12 +50,14 @@ def section(path: Path, *, short: bool = False) -> str:
     """
     try:
         result = json.loads(path.read_text())
-        table = SHORT[result["benchmark"]] if short else REGISTRY[result["benchmark"]][1]
+        name = result["benchmark"]
+        whole = REGISTRY[name][1]
+        table = SHORT.get(name, whole) if short else whole
         text, machine = table(result["rows"]), result["machine"]
         return f"\n{text}\n{_machine(machine)}\n\n"
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        name = type(error).__name__
-        raise DataError(f"{path} is no result of benchmarks.run ({name}: {error}); measure it again") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        kind = type(error).__name__
+        raise DataError(f"{path} is no result of benchmarks.run ({kind}: {error}); measure it again") from error
 
 
 def _machine(machine: dict[str, Any]) -> str:
@@ -81,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 stale.append(page)
                 if not chosen.check:
                     files.write_bytes(page, after.encode())
-    except (ZooError, OSError) as error:
+    except (ZooError, OSError, UnicodeDecodeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     for page in stale:

@@ -27,6 +27,9 @@ LINES = {
 }
 
 
+_COLUMNS = {"length", "graph_ms", "limit_ms", "batch", "d_model", "num_heads", "head_dim", "dtype"}
+
+
 def draw(result: Path, image: Path) -> Path:
     """Draw the figure as PNG and return its path.
 
@@ -70,7 +73,7 @@ def draw(result: Path, image: Path) -> Path:
 def _read(result: Path) -> dict[str, Any]:
     try:
         content = json.loads(result.read_text())
-        complete = all({"length", "graph_ms", "limit_ms"} <= set(row) for row in content["rows"])
+        complete = all(set(row) >= _COLUMNS for row in content["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{result} is no result of gbla_layer ({error}); run `python -m benchmarks.run gbla_layer`"

@@ -337,9 +337,10 @@ def test_pages_are_filled_from_results_as_often_as_one_likes(tmp_path):
     assert "NVIDIA H200, driver 580.1; torch 2.13.0, cuda 13.0; commit abc; 2026-12-01" in filled
     assert "`python -m benchmarks.run export_build --length 64`" in filled
     assert docs.fill(filled, tmp_path) == filled
-    (tmp_path / "export.json").write_text("{}")
-    with pytest.raises(DataError, match="measure it again"):
-        docs.fill(page, tmp_path)
+    for damage in ({}, [], {**result, "machine": {**result["machine"], "tools": []}}, {**result, "rows": [[1]]}):
+        (tmp_path / "export.json").write_text(json.dumps(damage))
+        with pytest.raises(DataError, match="measure it again"):
+            docs.fill(page, tmp_path)
 
 
 def test_the_pages_show_the_results_that_are_committed(capsys):
@@ -365,5 +366,7 @@ def test_the_plot_is_drawn_from_a_result(tmp_path, capsys):
     result.write_text("{}")
     assert plot.main(["--result", str(result)]) == 2
     assert "python -m benchmarks.run gbla_layer" in capsys.readouterr().err
+    result.write_text(json.dumps({"rows": [{"length": 1, "graph_ms": {}, "limit_ms": 1.0}]}))
+    assert plot.main(["--result", str(result)]) == 2
     with pytest.raises(DataError):
         plot.draw(tmp_path / "absent.json", tmp_path / "x.png")
