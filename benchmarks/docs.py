@@ -1,9 +1,8 @@
 """``python -m benchmarks.docs``: put the tables of benchmarks/results/ between their marks in the pages.
 
 A page holds ``<!-- table: NAME -->`` and, lines later, ``<!-- end of table -->``; what is between becomes the table of
-results/NAME.json with its machine and command. ``NAME:short`` asks for the few columns that a reader in a hurry wants, where there
-is such a table.
-A mark whose result does not exist is left as it is.
+results/NAME.json with its machine and command. ``NAME:short`` asks for the few columns that a reader in a hurry wants,
+where there is such a table. A mark whose result does not exist is left as it is.
 """
 
 from __future__ import annotations
