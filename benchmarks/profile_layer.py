@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks import gate, limits, tables, timing
 from zoo.errors import ConfigError
-from zoo.kernels.gated_bidirectional_linear_attention import PackedLayout, launch
+from zoo.kernels.gated_bidirectional_linear_attention import PackedLayout, parameters
+from zoo.kernels.launch import capability, multiprocessors
 from zoo.layers import GatedBidirectionalLinearAttention
 from zoo.models import presets
 from zoo.models.gbla import EncoderLayer
@@ -197,10 +198,10 @@ def kernel_costs(size: limits.MixerSize, device: torch.device, bytes_of_x: int) 
 
 
 def _splits(kernel: str, size: limits.MixerSize, device: torch.device) -> int:
-    table = launch.forward_config if kernel == "reduce" else launch.backward_config
-    config = table(kernel, size.head_dim, torch.bfloat16, launch.capability(device))
+    table = parameters.forward_config if kernel == "reduce" else parameters.backward_config
+    config = table(kernel, size.head_dim, torch.bfloat16, capability(device))
     pairs = size.batch * size.num_heads
-    return launch._split(pairs, size.length, config, device, combines=kernel == "reduce")[0]
+    return parameters.best_split(pairs, size.length, config, multiprocessors(device), True)[0]
 
 
 def product_cost(found: KernelTime, size: limits.MixerSize) -> Cost:

@@ -16,7 +16,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from validate.tolerance import deviation
-from zoo.kernels.gated_bidirectional_linear_attention import PackedLayout, gated_bidirectional_linear_attention, launch
+from zoo.kernels.gated_bidirectional_linear_attention import (
+    PackedLayout,
+    gated_bidirectional_linear_attention,
+    launch,
+    parameters,
+)
 from zoo.kernels.gated_bidirectional_linear_attention.reference import (
     gated_bidirectional_linear_attention_backward_reference,
     gated_bidirectional_linear_attention_reference,
@@ -52,7 +57,7 @@ class Case(NamedTuple):
 
     def configs(self):
         device = torch.device("cuda", torch.cuda.current_device())
-        table = launch.configs(capability(device) if self.table == "own" else 80)
+        table = parameters.configs(capability(device) if self.table == "own" else 80)
         forward, backward = self.dtype.itemsize, launch.gradient_dot_dtype(self.dtype).itemsize
         entries = zip(KERNELS, (forward, forward, backward, backward), strict=True)
         return [dataclasses.replace(table[name][self.dim, size], splits=self.splits) for name, size in entries]
@@ -62,7 +67,7 @@ TABLES = ("own", "older")
 SWITCHES = itertools.product([True, False], repeat=2)
 CASES = [
     Case(table, dim, dtype, splits=splits)
-    for table, dim, dtype, splits in itertools.product(TABLES, launch.HEAD_DIMS, DTYPES, (0, 1, 3))
+    for table, dim, dtype, splits in itertools.product(TABLES, parameters.HEAD_DIMS, DTYPES, (0, 1, 3))
 ] + [
     Case(table, 64, dtype, *switches)
     for table, dtype, switches in itertools.product(TABLES, DTYPES, SWITCHES)
@@ -152,8 +157,10 @@ def assert_inside(found, layout, packed, norm_weight, lengths, grad):
 def test_no_kernel_of_the_table_is_left_out():
     device = torch.device("cuda", torch.cuda.current_device())
     for table in (capability(device), 80):
-        assert set(launch.configs(table)) == set(KERNELS)
-        assert {dim for entries in launch.configs(table).values() for dim, _ in entries} == set(launch.HEAD_DIMS)
+        assert set(parameters.configs(table)) == set(KERNELS)
+        assert {dim for entries in parameters.configs(table).values() for dim, _ in entries} == set(
+            parameters.HEAD_DIMS
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zoo.kernels.gated_bidirectional_linear_attention import launch
+from zoo.kernels.gated_bidirectional_linear_attention import parameters
 from zoo.kernels.gated_bidirectional_linear_attention.packing import PackedLayout
 from zoo.kernels.launch import TRITON_TYPE, KernelBuild
 
@@ -27,7 +27,7 @@ def builds(capability: int) -> list[KernelBuild]:
     """
     found = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for dim in launch.HEAD_DIMS:
+        for dim in parameters.HEAD_DIMS:
             found += list(_builds_of(PackedLayout(16, dim), dtype, capability))
     found += list(_builds_of(PackedLayout(16, 64, key_gate=False, gated_norm=False), torch.bfloat16, capability))
     return found
@@ -38,18 +38,23 @@ def _builds_of(layout: PackedLayout, dtype: torch.dtype, capability: int) -> Ite
 
     dim = layout.head_dim
     switches = f"{'+gate' if layout.key_gate else ''}{'+norm' if layout.gated_norm else ''}"
-    kernels: list[tuple[str, Any, launch.TileConfig]] = [
-        ("reduce", triton_forward.reduce_kernel, launch.forward_config("reduce", dim, dtype, capability)),
-        ("apply", triton_forward.apply_kernel, launch.forward_config("apply", dim, dtype, capability)),
-        ("queries", triton_backward.backward_queries_kernel, launch.backward_config("queries", dim, dtype, capability)),
-        ("keys", triton_backward.backward_keys_kernel, launch.backward_config("keys", dim, dtype, capability)),
+    forward, backward = parameters.forward_config, parameters.backward_config
+    kernels: list[tuple[str, Any, parameters.TileConfig]] = [
+        ("reduce", triton_forward.reduce_kernel, forward("reduce", dim, dtype, capability)),
+        ("apply", triton_forward.apply_kernel, forward("apply", dim, dtype, capability)),
+        (
+            "queries",
+            triton_backward.backward_queries_kernel,
+            backward("queries", dim, dtype, capability),
+        ),
+        ("keys", triton_backward.backward_keys_kernel, backward("keys", dim, dtype, capability)),
     ]
     if dtype == torch.float16 and dim != 64:
         kernels = kernels[2:]
-    if launch.gradient_dtype(dtype, dim, capability) != dtype:
+    if parameters.gradient_dtype(dtype, dim, capability) != dtype:
         kernels = [kernel for kernel in kernels if kernel[0] in ("reduce", "apply")]
     for name, kernel, config in kernels:
-        constants = launch.constants(name, layout, dtype, config)
+        constants = parameters.constants(name, layout, dtype, config)
         for tma in {False, config.tma}:
             for final in (False, True) if name == "reduce" else (None,):
                 chosen = {
@@ -71,7 +76,7 @@ def _builds_of(layout: PackedLayout, dtype: torch.dtype, capability: int) -> Ite
         ("combine", triton_forward.combine_kernel),
         ("backward combine", triton_backward.backward_combine_kernel),
     ):
-        constants = launch.combine_constants(dim) | {"OVERLAP": capability >= 90}
+        constants = parameters.combine_constants(dim) | {"OVERLAP": capability >= 90}
         if name == "backward combine":
             constants["DOT_PRECISION"] = "tf32" if dtype == torch.float16 else "ieee"
         yield KernelBuild(
@@ -79,19 +84,19 @@ def _builds_of(layout: PackedLayout, dtype: torch.dtype, capability: int) -> Ite
             kernel,
             _signature(kernel, dtype, None, dim, False),
             constants,
-            launch.COMBINE_WARPS,
+            parameters.COMBINE_WARPS,
             1,
         )
 
 
 def _signature(
-    kernel: Any, dtype: torch.dtype, config: launch.TileConfig | None, dim: int, tma: bool
+    kernel: Any, dtype: torch.dtype, config: parameters.TileConfig | None, dim: int, tma: bool
 ) -> dict[str, str]:
     io = TRITON_TYPE[dtype]
     types = {**_SIZES, **_STRIDES, **_COLUMNS, "lengths": "*i32", "eps": "fp32", "norm_weight": "*fp32"}
     types |= dict.fromkeys(_POINTERS_TO_FLOAT, "*fp32")
     types |= dict.fromkeys((*_DESCRIPTORS, "packed", "grad", "state", "out", "grad_packed"), f"*{io}")
-    types["grad_state"] = f"*{TRITON_TYPE[launch.gradient_dot_dtype(dtype)]}"
+    types["grad_state"] = f"*{TRITON_TYPE[parameters.gradient_dot_dtype(dtype)]}"
     if tma and config is not None:
         types |= dict.fromkeys(_DESCRIPTORS, f"tensordesc<{io}[{config.block_l}, {dim}]>")
     return {name: types[name] for name in kernel.arg_names if name in types}
