@@ -28,6 +28,7 @@ from zoo.kernels.gated_bidirectional_linear_attention.triton_tiles import (
     above_zero,
     below_zero,
     exp_rows,
+    inverse_root,
     load_gate,
     load_tile,
     row_length,
@@ -287,7 +288,7 @@ def _apply_tile(
     if GATED_NORM:
         r_LD = load_tile(packed, desc, row_start, t, end, stride_l, gate_column, D, BLOCK_L, TMA, MASKED)
         r_LD = r_LD.to(tl.float32)
-        inverse_L = tl.rsqrt(tl.sum(num_LD * num_LD, 1) / D + eps * den_L * den_L)
+        inverse_L = inverse_root(tl.sum(num_LD * num_LD, 1) / D + eps * den_L * den_L, EXACT)
         y_LD = num_LD * inverse_L[:, None] * weight_D[None, :] * (r_LD * sigmoid(r_LD, EXACT))
     else:
         y_LD = num_LD / den_L[:, None]

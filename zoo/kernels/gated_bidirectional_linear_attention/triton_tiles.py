@@ -173,3 +173,13 @@ def sigmoid(x, EXACT: tl.constexpr):
         root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
         y = root * root
     return y
+
+
+@triton.jit
+def inverse_root(x, EXACT: tl.constexpr):
+    """Return 1 / sqrt(x)."""
+    if EXACT:
+        y = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
+    else:
+        y = tl.rsqrt(x)
+    return y
