@@ -104,20 +104,21 @@ def _device(name: str | None, capability: int | None) -> torch.device:
 
 def _convolution(sizes: OpSizes, device: torch.device, name: str, dtype: torch.dtype) -> OpChoice:
     choice = conv.choose(device, dtype, sizes.conv_width)
-    tables = (("forward", conv.FORWARD), ("backward", conv.BACKWARD))
-    launches = tuple(_walk(kernel, table[dtype.itemsize], sizes.channels) for kernel, table in tables)
+    launches = _walks(conv.FORWARD[dtype.itemsize], conv.BACKWARD[dtype.itemsize], sizes.channels)
     return _op("causal_short_conv", name, choice, launches)
 
 
 def _norm_and_convolution(sizes: OpSizes, device: torch.device, name: str, dtype: torch.dtype) -> OpChoice:
     choice = norm_conv.choose(device, dtype, dtype, sizes.channels, sizes.conv_width)
-    tables = (("forward", norm_conv.FORWARD), ("backward", norm_conv.BACKWARD))
-    launches = tuple(_walk(kernel, table[dtype.itemsize], sizes.channels) for kernel, table in tables)
+    launches = _walks(norm_conv.FORWARD[dtype.itemsize], norm_conv.BACKWARD[dtype.itemsize], sizes.channels)
     return _op("rms_norm_short_conv", name, choice, launches)
 
 
-def _walk(kernel: str, config: conv.Config, channels: int) -> Launch:
-    return Launch(kernel, config.rows, config.block_c(channels), config.num_warps(channels), conv.NUM_STAGES)
+def _walks(forward: conv.Config, backward: conv.Config, channels: int) -> tuple[Launch, ...]:
+    return tuple(
+        Launch(kernel, config.rows, config.block_c(channels), config.num_warps(channels), conv.NUM_STAGES)
+        for kernel, config in (("forward", forward), ("backward", backward))
+    )
 
 
 def _attention(sizes: OpSizes, device: torch.device, name: str, dtype: torch.dtype) -> OpChoice:

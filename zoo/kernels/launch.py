@@ -90,6 +90,11 @@ def assumed_capability(capability: int) -> Iterator[None]:
         _assumed_capability = before
 
 
+def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which Triton launches on the device of ``x``, whichever is current."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors, which decides how far work is split; 132 for anything but CUDA."""
     return _cuda_multiprocessors(device.index) if device.type == "cuda" else 132

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.kernels.launch import TRITON_TYPE, Choice, KernelBuild, choose_triton, multiprocessors
+from zoo.kernels.launch import TRITON_TYPE, Choice, KernelBuild, choose_triton, multiprocessors, on_device
 
 MAX_WIDTH = 8
 MAX_WARPS = 16
@@ -198,11 +197,6 @@ def next_power_of_two(n: int) -> int:
 def with_adjacent_channels(x: Tensor) -> Tensor:
     """Return ``x``, copied if its last stride is not 1."""
     return x if x.stride(2) == 1 else x.contiguous()
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which Triton launches on the device of ``x``."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def split(config: Config, x: Tensor) -> tuple[int, int, tuple[int]]:

@@ -21,7 +21,7 @@ from zoo.kernels.gated_bidirectional_linear_attention.parameters import (
     gradient_dot_dtype,
     gradient_dtype,
 )
-from zoo.kernels.launch import Choice, capability, choose_triton, multiprocessors
+from zoo.kernels.launch import Choice, capability, choose_triton, multiprocessors, on_device
 
 _FIRST_WITH_OVERLAP = 90
 _TMA_ALIGNMENT = 16
@@ -59,6 +59,16 @@ def overlap(device: torch.device) -> dict[str, bool]:
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
+def empty_state(packed: Tensor, layout: PackedLayout) -> State:
+    """Return room for the state of every row and head of ``packed`` [B, L, P]."""
+    batch, heads, dim = packed.shape[0], layout.num_heads, layout.head_dim
+    return State(
+        packed.new_empty(batch, heads, dim, dim),
+        packed.new_empty(batch, heads, dim, dtype=torch.float32),
+        packed.new_empty(batch, heads, 2, dtype=torch.float32),
+    )
+
+
 def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: TileConfig | None = None) -> State:
     """Return the state of every row and head of ``packed`` [B, L, P]; zeros for empty rows."""
     from zoo.kernels.gated_bidirectional_linear_attention.triton_forward import combine_kernel, reduce_kernel
@@ -68,11 +78,7 @@ def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: 
     heads, dim = layout.num_heads, layout.head_dim
     config = config or forward_config("reduce", dim, packed.dtype, capability(packed.device))
     float32: dict[str, Any] = {"dtype": torch.float32, "device": packed.device}
-    state = State(
-        torch.empty(batch, heads, dim, dim, dtype=packed.dtype, device=packed.device),
-        torch.empty(batch, heads, dim, **float32),
-        torch.empty(batch, heads, 2, **float32),
-    )
+    state = empty_state(packed, layout)
     if batch == 0:
         return state
     splits, chunk = _split(batch * heads, length, config, packed.device, combines=True)
@@ -81,7 +87,7 @@ def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: 
         sizes = ((dim, dim), (dim,), (dim,), ())
         parts = tuple(torch.empty(batch, heads, splits, *size, **float32) for size in sizes)
     desc, tma = _descriptors([packed], config, dim)
-    with _on_device(packed):
+    with on_device(packed):
         reduce_kernel[(batch * heads * splits,)](
             packed, desc, lengths, *state, *parts,
             length, heads, splits, chunk, packed.stride(0), packed.stride(1),
@@ -118,7 +124,7 @@ def apply_state(
         return out
     splits, chunk = _split(batch * heads, length, config, packed.device, combines=False)
     desc, tma = _descriptors([packed], config, dim)
-    with _on_device(packed):
+    with on_device(packed):
         apply_kernel[(batch * heads * splits,)](
             packed, desc, lengths, state.values, state.log_z, norm_weight, out,
             length, heads, splits, chunk, packed.stride(0), packed.stride(1),
@@ -181,7 +187,7 @@ def backward(
     grad_state = torch.empty(batch, heads, dim, dim, dtype=dot, device=device)
     grad_z = torch.empty(batch, heads, dim, **float32)
     desc, grad_desc, out_desc, tma = _descriptors([packed, grad, grad_packed], config, dim)
-    with _on_device(packed):
+    with on_device(packed):
         backward_queries_kernel[(batch * heads * splits,)](
             grad, grad_desc, packed, desc, lengths, state.values, state.log_z, norm_weight, grad_packed, out_desc,
             part_state, part_z, part_weight,
@@ -249,8 +255,3 @@ def _is_describable(x: Tensor) -> bool:
         and x.stride(1) * x.element_size() % _TMA_ALIGNMENT == 0
         and 0 < batch * length <= _LARGEST_INT32
     )
-
-
-def _on_device(x: Tensor) -> Any:
-    """Launch on the device of ``x``, whichever is current."""
-    return torch.cuda.device(x.device if x.is_cuda else -1)

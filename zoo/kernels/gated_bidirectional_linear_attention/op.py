@@ -92,7 +92,7 @@ def _training(
     layout = PackedLayout(num_heads, head_dim, key_gate, gated_norm)
     y, state = _attend(packed, norm_weight, lengths, layout, eps)
     if state is None:
-        state = launch.State(*(part.fill_(torch.nan) for part in _empty_state(packed, layout)))
+        state = launch.State(*(part.fill_(torch.nan) for part in launch.empty_state(packed, layout)))
     return y, *state
 
 
@@ -141,15 +141,6 @@ def _attend(
         return gated_bidirectional_linear_attention_reference(packed, norm_weight, lengths, layout, eps), None
 
 
-def _empty_state(packed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, dim = packed.shape[0], layout.num_heads, layout.head_dim
-    return (
-        packed.new_empty(batch, heads, dim, dim),
-        packed.new_empty(batch, heads, dim, dtype=torch.float32),
-        packed.new_empty(batch, heads, 2, dtype=torch.float32),
-    )
-
-
 def _no_state(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return packed.new_empty(0), packed.new_empty(0, dtype=torch.float32), packed.new_empty(0, dtype=torch.float32)
 
@@ -181,7 +172,7 @@ def _training_fake(
     gated_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y = _forward_fake(packed, norm_weight, lengths, num_heads, head_dim, eps, key_gate, gated_norm)
-    return y, *_empty_state(packed, PackedLayout(num_heads, head_dim, key_gate, gated_norm))
+    return y, *launch.empty_state(packed, PackedLayout(num_heads, head_dim, key_gate, gated_norm))
 
 
 @_backward.register_fake

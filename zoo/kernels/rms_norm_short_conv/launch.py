@@ -9,14 +9,13 @@ from zoo.kernels.causal_short_conv.launch import (
     MAX_WIDTH,
     NUM_STAGES,
     Config,
-    on_device,
     split,
     sum_build,
     sum_partials,
     walk_build,
     with_adjacent_channels,
 )
-from zoo.kernels.launch import TRITON_DTYPES, TRITON_TYPE, Choice, KernelBuild, choose_triton
+from zoo.kernels.launch import TRITON_DTYPES, TRITON_TYPE, Choice, KernelBuild, choose_triton, on_device
 
 MAX_CHANNELS = 2048
 """One program holds a whole position."""
