@@ -94,6 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
         for index, build in enumerate(all_builds(capability))
         if options.match in build.name
     ]
+    if not jobs:
+        parser.error(f"no kernel's name contains {options.match!r}")
     failed = 0
     with ProcessPoolExecutor(max_workers=options.jobs) as pool:
         for ok, line in pool.map(compile_one, jobs):

@@ -84,7 +84,7 @@ def reduce_state(packed: Tensor, lengths: Tensor, layout: PackedLayout, config: 
     splits, chunk = _split(batch * heads, length, config, packed.device, combines=True)
     parts: tuple[Tensor, ...] = (state.log_z,) * 4
     if splits > 1:
-        sizes = ((dim, dim), (dim,), (dim,), ())
+        sizes = ((dim, dim), (dim,), (dim,), (2,))
         parts = tuple(torch.empty(batch, heads, splits, *size, **float32) for size in sizes)
     desc, tma = _descriptors([packed], config, dim)
     with on_device(packed):

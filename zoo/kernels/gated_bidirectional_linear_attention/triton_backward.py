@@ -29,6 +29,7 @@ from zoo.kernels.gated_bidirectional_linear_attention.triton_tiles import (
     above_zero,
     below_zero,
     exp_rows_columns,
+    inverse,
     inverse_root,
     load_gate,
     load_tile,
@@ -89,7 +90,7 @@ def _queries_tile(
         dnum_LD = g_LD * inverse_L[:, None] - normed_LD * (product_L * inverse_L / D)[:, None]
         c_L = -product_L * (eps * den_L * inverse_L * inverse_L)
     else:
-        reciprocal_L = 1.0 / den_L
+        reciprocal_L = inverse(den_L, EXACT)
         dnum_LD = grad_LD * reciprocal_L[:, None]
         c_L = -tl.sum(grad_LD * num_LD, 1) * reciprocal_L * reciprocal_L
     dnum_lo_LD = to_operand(dnum_LD, DOT, DOT_PRECISION)

@@ -28,9 +28,12 @@ from zoo.kernels.gated_bidirectional_linear_attention.triton_tiles import (
     above_zero,
     below_zero,
     exp_rows,
+    exponential,
     inverse_root,
     load_gate,
     load_tile,
+    logarithm,
+    quotient,
     row_length,
     sigmoid,
     split_program,
@@ -71,34 +74,47 @@ def _accumulate(
 
 @triton.jit
 def _accumulate_with_maxima(
-    kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column, largest,
+    kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column, gate, key,
     D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the positions t .. t + BLOCK_L, every key column relative to its own running maximum.
 
-    The gates are taken relative to the largest first: a gate of 1e4 would swallow the last bits of a key.
+    Gates and keys are taken relative to ``gate`` and ``key`` first: a gate of 1e4 would swallow a key's last bits.
     """
+    EXACT: tl.constexpr = packed.dtype.element_ty == tl.float32
     k_LD = load_tile(packed, desc, row_start, t, end, stride_l, key_column, D, BLOCK_L, TMA, True)
     v_LD = load_tile(packed, desc, row_start, t, end, stride_l, value_column, D, BLOCK_L, TMA, True)
-    gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, True) - largest
+    gate_L = load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, True) - gate
     k_LD = k_LD.to(tl.float32)
-    e_LD = below_zero(k_LD) + gate_L[:, None]
+    e_LD = (below_zero(k_LD) - key) + gate_L[:, None]
     new_max_D = tl.maximum(max_D, tl.max(e_LD, 0))
     shift_D = tl.where(new_max_D > float("-inf"), new_max_D, 0.0)
-    scale_D = tl.exp2((max_D - shift_D) * LOG2_E)
-    w_LD = above_zero(k_LD) * tl.exp2((e_LD - shift_D[None, :]) * LOG2_E)
+    scale_D = exponential(max_D - shift_D, EXACT)
+    w_LD = above_zero(k_LD) * exponential(e_LD - shift_D[None, :], EXACT)
     kv_DD, z_DX = _add(kv_DD * scale_D[:, None], z_DX * scale_D[:, None], w_LD, v_LD, PRECISION)
     return kv_DD, z_DX, new_max_D
 
 
 @triton.jit
-def _largest_gate(packed, start, end, stride_l, column, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr):
-    """Return the largest gate logit of a chunk, 0 where there is none above -inf."""
-    largest_L = tl.full([BLOCK_L], float("-inf"), tl.float32)
+def _largest_gate_and_key(
+    packed, desc, row_start, start, end, stride_l, key_column, gate_column,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, KEY_GATE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Return the largest gate logit of a chunk and the largest e(k), 0 where there is none above -inf.
+
+    The rounding of keys matters in float32 only; in 16 bits theirs is coarser, and 0 does as well.
+    """
+    gate_L = tl.full([BLOCK_L], float("-inf"), tl.float32)
+    key_L = tl.full([BLOCK_L], float("-inf"), tl.float32)
     for t in tl.range(start, end, BLOCK_L, num_stages=1):
-        largest_L = tl.maximum(largest_L, load_gate(packed, t, end, stride_l, column, BLOCK_L, KEY_GATE, True))
-    largest = tl.max(largest_L, 0)
-    return tl.where(largest > float("-inf"), largest, 0.0)
+        gate_L = tl.maximum(gate_L, load_gate(packed, t, end, stride_l, gate_column, BLOCK_L, KEY_GATE, True))
+        if packed.dtype.element_ty == tl.float32:
+            k_LD = load_tile(packed, desc, row_start, t, end, stride_l, key_column, D, BLOCK_L, TMA, True)
+            valid_L = t + tl.arange(0, BLOCK_L) < end
+            key_L = tl.maximum(key_L, tl.where(valid_L, tl.max(below_zero(k_LD), 1), float("-inf")))
+    gate = tl.max(gate_L, 0)
+    key = tl.max(key_L, 0)
+    return tl.where(gate > float("-inf"), gate, 0.0), tl.where(key > float("-inf"), key, 0.0)
 
 
 @triton.jit
@@ -113,19 +129,22 @@ def _first_gate(packed, start, end, stride_l, column, KEY_GATE: tl.constexpr):
 
 @triton.jit
 def _store_state(
-    state, log_z, shift, kv_DD, z_D, max_D, gate, columns, offset, first, COLUMNS: tl.constexpr, D: tl.constexpr
+    state, log_z, shift, kv_DD, z_D, max_D, gate, key, columns, offset, first, COLUMNS: tl.constexpr, D: tl.constexpr
 ):
     """Write V = kv / z, l, the gate that all exponents are relative to, and the largest maximum relative to it.
 
-    An empty history gives zeros. The two shifts stay apart because their sum would lose the bits of the smaller one.
+    An empty history gives zeros. The two shifts stay apart because their sum would lose the bits of the smaller one;
+    what the second loses, being the sum of ``key`` and a maximum relative to both, is in l.
     """
+    EXACT: tl.constexpr = state.dtype.element_ty == tl.float32
     rows = tl.arange(0, D)
     empty = tl.max(z_D, 0) == 0.0
-    v_DX = kv_DD / tl.where(z_D > 0, z_D, 1.0)[:, None]
+    some_D = tl.where(z_D > 0, z_D, 1.0)
+    v_DX = quotient(kv_DD, tl.broadcast_to(some_D[:, None], kv_DD.shape), EXACT)
     tl.store(state + offset * D * D + rows[:, None] * D + columns[None, :], v_DX.to(state.dtype.element_ty))
     if first:
-        largest = tl.where(empty, 0.0, tl.max(max_D, 0))
-        l_D = tl.where(z_D > 0, max_D - largest + tl.log(tl.where(z_D > 0, z_D, 1.0)), 0.0)
+        largest = tl.where(empty, 0.0, key + tl.max(max_D, 0))
+        l_D = tl.where(z_D > 0, max_D - (largest - key) + logarithm(some_D, EXACT), 0.0)
         tl.store(log_z + offset * D + rows, l_D)
         tl.store(shift + 2 * offset, tl.where(empty, 0.0, gate))
         tl.store(shift + 2 * offset + 1, largest)
@@ -179,17 +198,20 @@ def reduce_kernel(
         )  # fmt: skip
     z_D = tl.max(z_DX, 1)
     gate = first
+    key = 0.0
     max_D = tl.zeros([D], tl.float32) + (0.0 if start < end else float("-inf"))
     if (start < end) & (_is_sound(z_D, end - start, packed.dtype.element_ty) == 0):
         # Other gates tower over the first one, or a column of keys lies far below its gates: start over.
         kv_DD = tl.zeros([D, D], tl.float32)
         z_DX = tl.zeros([D, 16], tl.float32)
         max_D = tl.full([D], float("-inf"), tl.float32)
-        gate = _largest_gate(packed, start, end, stride_l, gate_column, BLOCK_L, KEY_GATE)
+        gate, key = _largest_gate_and_key(
+            packed, desc, row_start, start, end, stride_l, key_column, gate_column, D, BLOCK_L, KEY_GATE, TMA
+        )
         for t in tl.range(start, end, BLOCK_L, num_stages=1):
             kv_DD, z_DX, max_D = _accumulate_with_maxima(
                 kv_DD, z_DX, max_D, packed, desc, row_start, t, end, stride_l, key_column, value_column, gate_column,
-                gate, D, BLOCK_L, KEY_GATE, TMA, PRECISION,
+                gate, key, D, BLOCK_L, KEY_GATE, TMA, PRECISION,
             )  # fmt: skip
         z_D = tl.max(z_DX, 1)
         # A chunk of nothing but NaN has no maximum, and yet its sums count.
@@ -198,12 +220,13 @@ def reduce_kernel(
     columns = tl.arange(0, D)
     pair = row.to(tl.int64) * heads + head
     if FINAL:
-        _store_state(state, log_z, shift, kv_DD, z_D, max_D, gate, columns, pair, True, D, D)
+        _store_state(state, log_z, shift, kv_DD, z_D, max_D, gate, key, columns, pair, True, D, D)
     else:
         part = pair * splits + split
         some = tl.max(max_D, 0) > float("-inf")
         tl.store(part_max + part * D + columns, max_D)
-        tl.store(part_gate + part, tl.where(some, gate, float("-inf")))
+        tl.store(part_gate + 2 * part, tl.where(some, gate, float("-inf")))
+        tl.store(part_gate + 2 * part + 1, tl.where(some, key, float("-inf")))
         if start < end:
             tl.store(part_z + part * D + columns, z_D)
             tl.store(part_kv + part * D * D + columns[:, None] * D + columns[None, :], kv_DD)
@@ -224,19 +247,23 @@ def combine_kernel(
     kv_DX = tl.zeros([D, COLUMNS], tl.float32)
     z_D = tl.zeros([D], tl.float32)
     max_D = tl.full([D], float("-inf"), tl.float32)
+    EXACT: tl.constexpr = state.dtype.element_ty == tl.float32
     gate = float("-inf")
+    key = float("-inf")
     for split in tl.range(0, splits, num_stages=STAGES):
         part = pair * splits + split
-        own_gate = tl.load(part_gate + part)
+        own_gate = tl.load(part_gate + 2 * part)
+        own_key = tl.load(part_gate + 2 * part + 1)
         new_gate = tl.maximum(gate, own_gate)
-        # Maxima are relative to gates: bring both to the larger gate before they are compared.
-        max_D += tl.where(gate > float("-inf"), gate - new_gate, 0.0)
+        new_key = tl.maximum(key, own_key)
+        # Maxima are relative to a gate and a key: bring both to the larger ones before they are compared.
+        max_D += tl.where(gate > float("-inf"), (gate - new_gate) + (key - new_key), 0.0)
         own_max_D = tl.load(part_max + part * D + rows)
         some_D = own_max_D > float("-inf")
-        own_max_D += tl.where(own_gate > float("-inf"), own_gate - new_gate, 0.0)
+        own_max_D += tl.where(own_gate > float("-inf"), (own_gate - new_gate) + (own_key - new_key), 0.0)
         new_max_D = tl.maximum(max_D, own_max_D)
-        old_D = tl.where(max_D > float("-inf"), tl.exp2((max_D - new_max_D) * LOG2_E), 0.0)
-        own_D = tl.where(some_D, tl.exp2((own_max_D - new_max_D) * LOG2_E), 0.0)
+        old_D = tl.where(max_D > float("-inf"), exponential(max_D - new_max_D, EXACT), 0.0)
+        own_D = tl.where(some_D, exponential(own_max_D - new_max_D, EXACT), 0.0)
         z_D = z_D * old_D + own_D * tl.load(part_z + part * D + rows, mask=some_D, other=0.0)
         added_DX = tl.load(
             part_kv + part * D * D + rows[:, None] * D + columns[None, :], mask=some_D[:, None], other=0.0
@@ -244,7 +271,8 @@ def combine_kernel(
         kv_DX = kv_DX * old_D[:, None] + own_D[:, None] * added_DX
         max_D = new_max_D
         gate = new_gate
-    _store_state(state, log_z, shift, kv_DX, z_D, max_D, gate, columns, pair, block == 0, COLUMNS, D)
+        key = new_key
+    _store_state(state, log_z, shift, kv_DX, z_D, max_D, gate, key, columns, pair, block == 0, COLUMNS, D)
 
 
 @triton.jit
@@ -254,7 +282,7 @@ def query_weights(q_LD, l_D, EXACT: tl.constexpr):
         # Queries far below zero come back near it first, where the sum with l loses no bits of l.
         e_LD = below_zero(q_LD)
         e_LD = (e_LD - tl.max(e_LD, 1)[:, None]) + l_D[None, :]
-        exp_LD = tl.exp2((e_LD - tl.max(e_LD, 1)[:, None]) * LOG2_E)
+        exp_LD = exponential(e_LD - tl.max(e_LD, 1)[:, None], True)
     else:
         e_LD = below_zero(q_LD) * LOG2_E + (l_D * LOG2_E)[None, :]
         exp_LD = tl.exp2(e_LD - tl.max(e_LD, 1)[:, None])
@@ -291,7 +319,7 @@ def _apply_tile(
         inverse_L = inverse_root(tl.sum(num_LD * num_LD, 1) / D + eps * den_L * den_L, EXACT)
         y_LD = num_LD * inverse_L[:, None] * weight_D[None, :] * (r_LD * sigmoid(r_LD, EXACT))
     else:
-        y_LD = num_LD / den_L[:, None]
+        y_LD = quotient(num_LD, tl.broadcast_to(den_L[:, None], num_LD.shape), EXACT)
     if MASKED:
         y_LD = tl.where((t + tl.arange(0, BLOCK_L) < end)[:, None], y_LD, 0.0)
     store_tile(out, out, 0, t, stop, width, 0, y_LD, D, BLOCK_L, False, MASKED)

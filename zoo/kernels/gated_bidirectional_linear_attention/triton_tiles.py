@@ -144,10 +144,46 @@ def above_zero(x):
 
 
 @triton.jit
+def exponential(x, EXACT: tl.constexpr):
+    """Return exp(x), within about one unit in the last place if EXACT.
+
+    The GPU's exp2 alone errs by the rounding of x log2(e), many units where x is large; so x is reduced by a multiple
+    of log(2) first, whose high part has few enough bits for exact products (Cody and Waite's reduction).
+    """
+    if EXACT:
+        x = tl.clamp(x, -200.0, 200.0, propagate_nan=tl.PropagateNan.ALL)
+        whole = tl.floor(x * LOG2_E + 0.5)
+        rest = (x - whole * 0.693359375) + whole * 2.12194440e-4
+        y = tl.exp2(rest * LOG2_E) * tl.exp2(whole)
+    else:
+        y = tl.exp2(x * LOG2_E)
+    return y
+
+
+@triton.jit
+def logarithm(x, EXACT: tl.constexpr):
+    """Return log(x) for x > 0, with one Newton step if EXACT: the GPU's own errs by some units."""
+    y = tl.log(x)
+    if EXACT:
+        y += x * exponential(-y, True) - 1.0
+    return y
+
+
+@triton.jit
+def quotient(x, y, EXACT: tl.constexpr):
+    """Return x / y for tensors of one shape, rounded correctly if EXACT."""
+    if EXACT:
+        z = tl.div_rn(x, y)
+    else:
+        z = x / y
+    return z
+
+
+@triton.jit
 def exp_rows(x_LD, row_L, EXACT: tl.constexpr):
     """Return exp(x + row)."""
     if EXACT:
-        y_LD = tl.exp2((x_LD + row_L[:, None]) * LOG2_E)
+        y_LD = exponential(x_LD + row_L[:, None], True)
     else:
         y_LD = tl.exp2(x_LD * LOG2_E + (row_L * LOG2_E)[:, None])
     return y_LD
@@ -157,7 +193,7 @@ def exp_rows(x_LD, row_L, EXACT: tl.constexpr):
 def exp_rows_columns(x_LD, offset, row_L, column_D, EXACT: tl.constexpr):
     """Return exp(x - offset + row - column)."""
     if EXACT:
-        y_LD = tl.exp2((x_LD - offset + row_L[:, None] - column_D[None, :]) * LOG2_E)
+        y_LD = exponential(x_LD - offset + row_L[:, None] - column_D[None, :], True)
     else:
         columns_D = (column_D + offset) * LOG2_E
         y_LD = tl.exp2(x_LD * LOG2_E + ((row_L * LOG2_E)[:, None] - columns_D[None, :]))
@@ -168,7 +204,7 @@ def exp_rows_columns(x_LD, offset, row_L, column_D, EXACT: tl.constexpr):
 def sigmoid(x, EXACT: tl.constexpr):
     """Return 1 / (1 + exp(-x))."""
     if EXACT:
-        y = 1.0 / (1.0 + tl.exp2(-x * LOG2_E))
+        y = inverse(1.0 + exponential(-x, True), True)
     else:
         root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
         y = root * root
@@ -176,10 +212,16 @@ def sigmoid(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def inverse(x, EXACT: tl.constexpr):
+    """Return 1 / x."""
+    return quotient(tl.full(x.shape, 1.0, tl.float32), x, EXACT)
+
+
+@triton.jit
 def inverse_root(x, EXACT: tl.constexpr):
     """Return 1 / sqrt(x)."""
     if EXACT:
-        y = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
+        y = inverse(tl.sqrt_rn(x), True)
     else:
         y = tl.rsqrt(x)
     return y
