@@ -1,0 +1,202 @@
+"""``zoo::gated_delta_rule``: registration with torch.library and the public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.errors import DTypeError, ShapeError
+from zoo.kernels.gated_delta_rule import launch
+from zoo.kernels.gated_delta_rule.chunked import gated_delta_rule_chunked, gated_delta_rule_chunked_backward
+from zoo.kernels.gated_delta_rule.reference import Inputs
+from zoo.kernels.ragged import FLOAT_DTYPES, accumulation_dtype, check_batch, check_device, check_no_tangent
+
+_NAME = "gated_delta_rule"
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    normalize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Run the gated delta rule over a ragged batch (arXiv 2412.06464; the package docstring has the formulas).
+
+    Args:
+        q: [B, T, H, K], float16, bfloat16, float32 or float64. Padded positions of all sequences may hold anything,
+            NaN included.
+        k: [B, T, H, K] in the dtype of ``q``.
+        v: [B, T, H, V] in the dtype of ``q``.
+        log_decay: [B, T, H], any floating dtype; log a_t, at most 0 for a memory that forgets.
+        beta: [B, T, H], any floating dtype; how much of a write is done, between 0 and 1.
+        initial_state: [B, H, K, V] float32 (float64 if ``q`` is); None for zeros.
+        lengths: int32 [B], valid positions of each row, clamped to [0, T].
+        scale: factor on o; K^-0.5 if None.
+        normalize: divide each q_t and k_t by sqrt(|x|^2 + 1e-6) first.
+
+    Returns:
+        o [B, T, H, V] in the dtype of ``q``, zero at padded positions, and the state after the last valid position
+        [B, H, K, V] in the dtype of ``initial_state``. Differentiable once in all six tensors.
+
+    Raises:
+        ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
+    """
+    check_no_tangent(_NAME, q, k, v, log_decay, beta, *([] if initial_state is None else [initial_state]))
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+    return torch.ops.zoo.gated_delta_rule(q, k, v, log_decay, beta, initial_state, lengths, scale, normalize)
+
+
+@torch.library.custom_op(f"zoo::{_NAME}", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    lengths: Tensor,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(q, k, v, log_decay, beta, initial_state)
+    _check(inputs, lengths)
+    check_batch(_NAME, "q", q, lengths)
+    if launch.choose(inputs).ok:
+        return launch.forward(inputs, lengths.contiguous(), scale, normalize)
+    # The reference multiplies float32 matrices; an autocast around the op must not narrow them.
+    with torch.autocast(q.device.type, enabled=False):
+        return gated_delta_rule_chunked(inputs, lengths, scale, normalize)
+
+
+@torch.library.custom_op(f"zoo::{_NAME}_backward", mutates_args=())
+def _backward(
+    grad_o: Tensor,
+    grad_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    lengths: Tensor,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, log_decay, beta and of the initial state, the last even where that is None."""
+    inputs = Inputs(q, k, v, log_decay, beta, initial_state)
+    if launch.choose(inputs).ok:
+        gradients = launch.backward(grad_o, grad_state, inputs, lengths.contiguous(), scale, normalize)
+    else:
+        with torch.autocast(q.device.type, enabled=False):
+            gradients = gated_delta_rule_chunked_backward(grad_o, grad_state, inputs, lengths, scale, normalize)
+    dq, dk, dv, dlog_decay, dbeta, dstate = gradients
+    assert dstate is not None
+    return dq, dk, dv, dlog_decay, dbeta, dstate
+
+
+@_forward.register_fake
+def _forward_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    lengths: Tensor,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(q, k, v, log_decay, beta, initial_state)
+    _check(inputs, lengths)
+    return torch.empty(v.shape, dtype=q.dtype, device=q.device), _empty_state(inputs)
+
+
+@_backward.register_fake
+def _backward_fake(
+    grad_o: Tensor,
+    grad_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = Inputs(q, k, v, log_decay, beta, initial_state)
+    like = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, log_decay, beta)]
+    return like[0], like[1], like[2], like[3], like[4], _empty_state(inputs)
+
+
+def _empty_state(inputs: Inputs) -> Tensor:
+    batch, _, heads, key_dim = inputs.q.shape
+    shape = batch, heads, key_dim, inputs.v.shape[3]
+    return torch.empty(shape, dtype=accumulation_dtype(inputs.q.dtype), device=inputs.q.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.scale, ctx.normalize = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _autograd(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, lengths = ctx.saved_tensors
+    if grad_o is None:
+        grad_o = torch.zeros_like(inputs[2])
+    *gradients, state = torch.ops.zoo.gated_delta_rule_backward(
+        grad_o, grad_state, *inputs, lengths, ctx.scale, ctx.normalize
+    )
+    return *gradients, state if inputs[5] is not None else None, None, None, None
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def _check(inputs: Inputs, lengths: Tensor) -> None:
+    q, k, v, log_decay, beta, state = inputs
+    if q.dim() != 4:
+        raise ShapeError(f"{_NAME}: q has shape {list(q.shape)}, but four dimensions [B, T, H, K] are needed")
+    if q.dtype not in FLOAT_DTYPES:
+        raise DTypeError(f"{_NAME}: q has dtype {q.dtype}; give it float16, bfloat16, float32 or float64")
+    if lengths.dtype != torch.int32:
+        raise DTypeError(f"{_NAME}: lengths has dtype {lengths.dtype}; convert it with lengths.to(torch.int32)")
+    if lengths.dim() != 1:
+        raise ShapeError(f"{_NAME}: lengths has shape {list(lengths.shape)}, but one length a row is needed: [B]")
+    batch, length, heads, key_dim = q.shape
+    value_dim = v.shape[-1] if v.dim() == 4 else -1
+    if min(heads, key_dim) < 1 or value_dim == 0:
+        raise ShapeError(f"{_NAME}: q {list(q.shape)} and v {list(v.shape)} need at least one head, key and value")
+    shapes: dict[str, tuple[Tensor, list[Any]]] = {
+        "k": (k, [batch, length, heads, key_dim]),
+        "v": (v, [batch, length, heads, "V" if value_dim < 0 else value_dim]),
+        "log_decay": (log_decay, [batch, length, heads]),
+        "beta": (beta, [batch, length, heads]),
+    }
+    if state is not None:
+        shapes["initial_state"] = (state, [batch, heads, key_dim, value_dim])
+    for name, (x, shape) in shapes.items():
+        check_device(_NAME, name, x, q)
+        if list(x.shape) != shape:
+            raise ShapeError(
+                f"{_NAME}: {name} has shape {list(x.shape)}, but q of {list(q.shape)} needs {shape}".replace("'", "")
+            )
+    check_device(_NAME, "lengths", lengths, q)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise DTypeError(f"{_NAME}: {name} has dtype {x.dtype} and q {q.dtype}; q, k and v share one dtype")
+    for name, x in (("log_decay", log_decay), ("beta", beta)):
+        if x.dtype not in FLOAT_DTYPES:
+            raise DTypeError(f"{_NAME}: {name} has dtype {x.dtype}; give it a floating dtype")
+    wanted = accumulation_dtype(q.dtype)
+    if state is not None and state.dtype != wanted:
+        raise DTypeError(f"{_NAME}: initial_state has dtype {state.dtype}, but with q in {q.dtype} it must be {wanted}")
