@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gbla_layer
+from benchmarks import gated_delta, gbla_layer
 from benchmarks.run import REGISTRY, RESULTS
 from zoo import files
 from zoo.errors import DataError, ZooError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "kernels.md")
-SHORT = {"gbla_layer": gbla_layer.short_table}
+SHORT = {"gated_delta": gated_delta.short_table, "gbla_layer": gbla_layer.short_table}
 MARK = re.compile(r"^(<!-- table: (\S+) -->\n)(.*?)^(<!-- end of table -->)$", re.MULTILINE | re.DOTALL)
 
 

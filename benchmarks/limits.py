@@ -48,6 +48,35 @@ class MixerSize:
         return self.conv_bytes() + self.core_bytes()
 
 
+@dataclass(frozen=True)
+class DeltaRuleSize:
+    """Sizes of a gated delta rule: B rows, L positions, H heads of D, keys and values alike.
+
+    The decays and write strengths, 1/(2 D) to 1/D of the rest, are left out.
+    """
+
+    batch: int
+    length: int
+    num_heads: int
+    head_dim: int
+
+    @property
+    def _tensor_bytes(self) -> int:
+        return TWO_BYTES * self.batch * self.length * self.num_heads * self.head_dim
+
+    def forward_bytes(self) -> int:
+        """Read q, k and v, write o."""
+        return 4 * self._tensor_bytes
+
+    def backward_bytes(self) -> int:
+        """Read q, k, v and do; write dq, dk and dv."""
+        return 7 * self._tensor_bytes
+
+    def step_bytes(self) -> int:
+        """Read and write the float32 state [B, H, D, D]: what a step of one position moves."""
+        return 2 * 4 * self.batch * self.num_heads * self.head_dim**2
+
+
 def milliseconds(bytes_moved: int, bandwidth: float) -> float:
     """Return the time of moving bytes at a bandwidth in bytes a second."""
     return 1e3 * bytes_moved / bandwidth

@@ -36,7 +36,7 @@ def describe_machine() -> dict[str, Any]:
 
 def _gpu_versions() -> dict[str, str]:
     versions = {}
-    for package in ("fa3-fwd", "fla-core"):
+    for package in ("fa3-fwd", "fla-core", "flash-qla", "tilelang"):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What the linear-attention layer is compared with, on the same input and in the same precision.
+"""What the linear-attention layer and the gated delta rule are compared with, on the same input, in the same precision.
 
 Softmax peers read the packed projection in place, [B, L, 3, H, D], with no copy of q, k or v.
 """
@@ -6,7 +6,9 @@ Softmax peers read the packed projection in place, [B, L, 3, H, D], with no copy
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,9 @@ from zoo.layers import GatedBidirectionalLinearAttention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v [B, L, H, D] -> [B, L, H, D]."""
+
+DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
+"""q, k, v, log_decay, beta, initial_state or None -> o, final state; normalises q and k itself, scale D^-0.5."""
 
 FLA_NOTE = (
     "fla-core 0.6.0 has no peer: its linear attention ops are all causal (fla.ops.linear_attn), and a causal sum run "
@@ -80,6 +85,62 @@ def flash_attention_3() -> tuple[Attention | None, str]:
         return out[0] if isinstance(out, tuple) else out
 
     return attend, "FlashAttention-3 is fa3-fwd 0.0.3"
+
+
+def fla_delta_rule() -> tuple[DeltaRule | None, str]:
+    """Return the chunked gated delta rule of fla-core, or None and why not."""
+    module, reason = _fla_module()
+    return module and _without_state(module.chunk_gated_delta_rule), reason
+
+
+def fla_delta_rule_step() -> tuple[DeltaRule | None, str]:
+    """Return the recurrent gated delta rule of fla-core, state in and out, or None and why not."""
+    module, reason = _fla_module()
+    if module is None:
+        return None, reason
+
+    def step(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return module.fused_recurrent_gated_delta_rule(
+            q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+
+    return step, reason
+
+
+def flash_qla_delta_rule() -> tuple[DeltaRule | None, str]:
+    """Return the gated delta rule of FlashQLA, D 128 only, or None and why not."""
+    try:
+        module = importlib.import_module("flash_qla")
+    except Exception as error:  # it raises whatever TileLang raises where it finds no compiler or GPU that it knows
+        return None, f"no FlashQLA: {first_line(error)}; pip install flash-qla==0.1.3"
+    return _without_state(module.chunk_gated_delta_rule), f"FlashQLA is flash-qla {module.__version__}"
+
+
+def _fla_module() -> tuple[Any, str]:
+    # Where FlashQLA is installed, fla hands D 128 to it; that is a peer of its own.
+    os.environ["FLA_FLASH_QLA"] = "0"
+    try:
+        module = importlib.import_module("fla.ops.gated_delta_rule")
+        version = importlib.import_module("fla").__version__
+    except Exception as error:  # it asks Triton for the GPU as it is imported, which raises whatever it likes
+        return None, f"no fla: {first_line(error)}; pip install fla-core==0.6.0"
+    return module, f"fla is fla-core {version}"
+
+
+def _without_state(function: Callable[..., tuple[Tensor, Tensor | None]]) -> DeltaRule:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return function(q, k, v, g=log_decay, beta=beta, initial_state=state, use_qk_l2norm_in_kernel=True)
+
+    return run
+
+
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def reference_mixer(layer: GatedBidirectionalLinearAttention, x_BLC: Tensor, lengths_B: Tensor) -> Tensor:

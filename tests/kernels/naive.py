@@ -1,5 +1,6 @@
-"""The two ops written as the papers' sums, one row and one position at a time, in float64."""
+"""The ops written as the papers' sums, one row and one position at a time, in float64."""
 
+import itertools
 import math
 
 import torch
@@ -43,6 +44,44 @@ def naive_gbla(
                     out = out * gate_r * torch.sigmoid(gate_r)
                 y[row, i, head] = out
     return y.flatten(2)
+
+
+def naive_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    lengths: list[int],
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    """The paper's S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T; differentiable in everything."""
+    q, k, v, log_decay, beta = (x.double() for x in (q, k, v, log_decay, beta))
+    (batch, length, heads, key_dim), value_dim = q.shape, v.shape[3]
+    rows, states = [], []
+    for row, head in itertools.product(range(batch), range(heads)):
+        state = torch.zeros(key_dim, value_dim, dtype=torch.float64)
+        if initial_state is not None:
+            state = initial_state[row, head].double()
+        outputs = []
+        for t in range(length):
+            if t >= lengths[row]:
+                outputs.append(torch.zeros(value_dim, dtype=torch.float64))
+                continue
+            query, key = q[row, t, head], k[row, t, head]
+            if normalize:
+                query, key = (x / torch.sqrt((x * x).sum() + 1e-6) for x in (query, key))
+            forget = log_decay[row, t, head].exp() * (torch.eye(key_dim) - beta[row, t, head] * torch.outer(key, key))
+            state = forget @ state + beta[row, t, head] * torch.outer(key, v[row, t, head])
+            outputs.append(scale * (state.T @ query))
+        rows.append(torch.stack(outputs) if outputs else torch.zeros(0, value_dim, dtype=torch.float64))
+        states.append(state)
+    if not rows:
+        return v.new_zeros(v.shape), v.new_zeros(batch, heads, key_dim, value_dim)
+    o_BHTV = torch.stack(rows).view(batch, heads, length, value_dim)
+    return o_BHTV.transpose(1, 2), torch.stack(states).view(batch, heads, key_dim, value_dim)
 
 
 def _phi(x: Tensor) -> Tensor:

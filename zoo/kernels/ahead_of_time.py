@@ -20,6 +20,7 @@ OPS = (
     "zoo.kernels.causal_short_conv.launch",
     "zoo.kernels.rms_norm_short_conv.launch",
     "zoo.kernels.gated_bidirectional_linear_attention.builds",
+    "zoo.kernels.gated_delta_rule.builds",
 )
 """Modules with a function ``builds(capability) -> list[KernelBuild]``; one that is missing is left out."""
 

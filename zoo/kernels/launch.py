@@ -129,6 +129,7 @@ class KernelBuild:
         constants: values of the ``tl.constexpr`` arguments.
         num_warps: warps a program.
         num_stages: depth of the software pipeline.
+        divisible: integer arguments that are multiples of 16, as pointers are always taken to be.
     """
 
     name: str
@@ -137,6 +138,7 @@ class KernelBuild:
     constants: Mapping[str, Any]
     num_warps: int
     num_stages: int
+    divisible: tuple[str, ...] = ()
 
     def compile(self, capability: int) -> Any:
         """Compile for a compute capability, 90 for 9.0, with no GPU; the result's ``asm`` holds PTX and cubin."""
@@ -146,7 +148,11 @@ class KernelBuild:
 
         names = self.kernel.arg_names
         signature = {name: self.signature.get(name, "constexpr") for name in names}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if signature[name].startswith("*") or name in self.divisible
+        }
         source = ASTSource(self.kernel, signature, constexprs=dict(self.constants), attrs=aligned)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

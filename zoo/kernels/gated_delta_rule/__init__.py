@@ -1,7 +1,7 @@
 """The gated delta rule: a recurrent memory that forgets, and overwrites what a key pointed to before.
 
-Per head, with the state S [K, V] from a given S_0, keys k_t and queries q_t [K], values v_t [V], log a_t <= 0 and b_t in
-[0, 1]:
+Per head, with the state S [K, V] from a given S_0, keys k_t and queries q_t [K], values v_t [V], log a_t <= 0 and b_t
+in [0, 1]:
 
     S'_t = a_t S_{t-1}                              forget
     e_t  = v_t - S'_t^T k_t                         what the memory does not say yet

@@ -50,7 +50,8 @@ def gated_delta_rule_chunked(inputs: Inputs, lengths_B: Tensor, scale: float, no
         writes = _writes(c, state)
         outputs.append(scale * (_exp(c.g) * (c.q @ state) + c.attention @ writes))
         state = _after(c, state, writes)
-    return _sequence(outputs, inputs.v).to(inputs.q.dtype), state.clone()
+    o = _sequence(outputs, inputs.v).to(inputs.q.dtype)
+    return o, state.clone(memory_format=torch.contiguous_format)
 
 
 def gated_delta_rule_chunked_backward(
@@ -69,7 +70,9 @@ def gated_delta_rule_chunked_backward(
         states.append(state)
         all_writes.append(_writes(c, state))
         state = _after(c, state, all_writes[-1])
-    ds = torch.zeros_like(state) if grad_state is None else grad_state.to(state.dtype)
+    ds = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
+    if grad_state is not None:
+        ds.copy_(grad_state)
     gradients: list[tuple[Tensor, ...]] = []
     for n in reversed(range(chunks.q.shape[2])):
         *gradient, ds = _chunk_backward(chunks.at(n), do[:, :, n], states[n], all_writes[n], ds)
@@ -96,7 +99,7 @@ def _chunk_backward(
     With X the right-hand side that T solves for, dU = P^T do + D_Cj dS^T k_j, dX = T^T dU and dA = -dX U^T.
     """
     reach = _exp(c.g)
-    rest = torch.exp(c.g[..., -1:] - c.g)[..., None]
+    rest = c.decay[..., -1, :, None]
     last = torch.exp(c.g[..., -1])[..., None, None]
     beta = c.beta[..., None]
     dwrites = c.attention.mT @ do + rest * (c.k @ ds)
@@ -110,12 +113,13 @@ def _chunk_backward(
     dq_state, dk_state, dk_after = reach * (do @ state.mT), beta * reach * (dx @ state.mT), rest * (writes @ ds.mT)
     dq = dqk @ c.k + dq_state
     dk = dqk.mT @ c.q + dkk @ c.k + dkk.mT @ c.k - dk_state + dk_after
-    after = (c.k * dk_after).sum(-1)
-    pairs = da * beta * a + dp * c.attention
-    dg = pairs.sum(-1) - pairs.sum(-2) + (c.q * dq_state - c.k * dk_state).sum(-1) - after
-    dg[..., -1] += after.sum(-1) + (last * state * ds).sum((-1, -2))
+    # log a_l is in D_ij where i >= l > j, in exp(g_i) where i >= l, in D_Cj where j < l. Each is summed as it is: in a
+    # difference of sums over all of the chunk, the gradient of a strong decay would be lost in rounding.
+    pairs = _from_here_on(da * beta * a + dp * c.attention, -2).tril(-1).sum(-1)
+    reached = _from_here_on((c.q * dq_state - c.k * dk_state).sum(-1), -1)
+    after = (c.k * dk_after).sum(-1)[..., :-1].cumsum(-1)
+    dlog_decay = pairs + reached + F.pad(after, (1, 0)) + (last * state * ds).sum((-1, -2))[..., None]
     dbeta = (dx * missing).sum(-1) + (da * a).sum(-1)
-    dlog_decay = dg.flip(-1).cumsum(-1).flip(-1)
     before = last * ds + (reach * c.q).mT @ do - (beta * reach * c.k).mT @ dx
     return dq, dk, beta * dx, dlog_decay[..., None], dbeta[..., None], before
 
@@ -124,13 +128,14 @@ def _chunks(inputs: Inputs, normalize: bool) -> _Chunks:
     q, k = (normalized(inputs.q)[0], normalized(inputs.k)[0]) if normalize else (inputs.q, inputs.k)
     q, k, v = _split(q), _split(k), _split(inputs.v)
     log_decay, beta = _split(inputs.log_decay[..., None])[..., 0], _split(inputs.beta[..., None])[..., 0]
-    g = log_decay.cumsum(-1)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    decay = (g[..., :, None] - g[..., None, :]).masked_fill(~later, -torch.inf).exp()
+    # g_i - g_j as the sum of what lies between: the difference is NaN after a log a of -inf, noise after one of -1e6.
+    between = log_decay[..., :, None].masked_fill(~later.tril(-1), 0).cumsum(-2)
+    decay = between.masked_fill(~later, -torch.inf).exp()
     system = (beta[..., None] * decay * (k @ k.mT)).tril(-1)
     identity = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
     inverse = torch.linalg.solve_triangular(system + identity, identity, upper=False, unitriangular=True)
-    return _Chunks(q, k, v, beta, g, decay, inverse, decay * (q @ k.mT))
+    return _Chunks(q, k, v, beta, log_decay.cumsum(-1), decay, inverse, decay * (q @ k.mT))
 
 
 def _writes(c: _Chunks, state: Tensor) -> Tensor:
@@ -139,8 +144,13 @@ def _writes(c: _Chunks, state: Tensor) -> Tensor:
 
 
 def _after(c: _Chunks, state: Tensor, writes: Tensor) -> Tensor:
-    rest = torch.exp(c.g[..., -1:] - c.g)[..., None]
+    rest = c.decay[..., -1, :, None]
     return torch.exp(c.g[..., -1])[..., None, None] * state + (rest * c.k).mT @ writes
+
+
+def _from_here_on(x: Tensor, dim: int) -> Tensor:
+    """Return the sums from each position to the last."""
+    return x.flip(dim).cumsum(dim).flip(dim)
 
 
 def _exp(g: Tensor) -> Tensor:
@@ -150,13 +160,14 @@ def _exp(g: Tensor) -> Tensor:
 def _split(x_BTHX: Tensor) -> Tensor:
     """Return [B, H, N, C, X], zeros filling up the last chunk."""
     batch, length, heads, width = x_BTHX.shape
-    padded = F.pad(x_BTHX, (0, 0, 0, 0, 0, -length % CHUNK))
-    return padded.view(batch, -1, CHUNK, heads, width).permute(0, 3, 1, 2, 4).contiguous()
+    count = -(-length // CHUNK)
+    padded = F.pad(x_BTHX, (0, 0, 0, 0, 0, count * CHUNK - length))
+    return padded.reshape(batch, count, CHUNK, heads, width).permute(0, 3, 1, 2, 4).contiguous()
 
 
 def _sequence(chunks: list[Tensor], like_BTHX: Tensor) -> Tensor:
     """Return [B, T, H, X] from a list of [B, H, C, X]."""
     if not chunks:
-        return torch.zeros_like(like_BTHX)
+        return like_BTHX.new_zeros(like_BTHX.shape)
     joined = torch.cat(chunks, 2).transpose(1, 2)
     return joined[:, : like_BTHX.shape[1]].contiguous()

@@ -70,8 +70,8 @@ def gated_delta_rule_reference(
     for t in range(q.shape[1]):
         state, _, _ = _step(state, k[:, t], v[:, t], log_decay[:, t], beta[:, t])
         outputs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
-    o = torch.stack(outputs, 1) if outputs else torch.zeros_like(v)
-    return o.to(inputs.q.dtype), state.clone()
+    o = torch.stack(outputs, 1) if outputs else v.new_zeros(v.shape)
+    return o.to(inputs.q.dtype), state.clone(memory_format=torch.contiguous_format)
 
 
 def gated_delta_rule_backward_reference(
@@ -94,13 +94,15 @@ def gated_delta_rule_backward_reference(
         (q, q_factor), (k, k_factor) = normalized(q), normalized(k)
     padding_BT11 = ~valid_positions(lengths_B, q.shape[1])[..., None, None]
     grad_o = grad_o.to(q.dtype).masked_fill(padding_BT11, 0)
-    grad = torch.zeros_like(state) if grad_state is None else grad_state.to(state.dtype)
+    grad = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
+    if grad_state is not None:
+        grad.copy_(grad_state)
     starts, length = [state], q.shape[1]
     for t in range(length):
         state = _step(state, k[:, t], v[:, t], log_decay[:, t], beta[:, t])[0]
         if (t + 1) % _SEGMENT == 0:
             starts.append(state)
-    dq, dk, dv, dlog_decay, dbeta = (torch.zeros_like(x) for x in (q, k, v, log_decay, beta))
+    dq, dk, dv, dlog_decay, dbeta = (x.new_zeros(x.shape) for x in (q, k, v, log_decay, beta))
     for segment in reversed(range(len(starts))):
         times = range(segment * _SEGMENT, min(length, (segment + 1) * _SEGMENT))
         steps, state = [], starts[segment]

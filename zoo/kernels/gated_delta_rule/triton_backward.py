@@ -1,0 +1,257 @@
+# mypy: ignore-errors
+"""The backward kernels: a walk back over the chunks for the gradients of states and values, then all others in parallel.
+
+With G the gradient of the state after a chunk and the names of the package docstring, P_ij = D_ij q_i.k_j, and
+M_ij = D_ij k_i.k_j for i > j:
+
+    dU = scale P^T do + exp(g_C - g) (k G)          the gradient of the writes
+    dv = (T diag(b))^T dU
+    G  <- exp(g_C) G + scale (exp(g) q)^T do - (exp(g) k)^T dv
+
+is the walk; it writes dv and the G of every chunk. A second walk forward has written the states. Then, chunk by chunk,
+
+    u  = T b (v - exp(g) k S)                       again
+    e  = v - exp(g) k S - M u                       what the memory did not say: u = b e
+    dx = dU - M^T dv                                T^T dU, the gradient of what T solves for: dv = b dx
+    db = dx . e
+    dP = scale do u^T,  dM = -dv u^T                of which only i >= j and i > j count
+    dq = (dP D) k + scale exp(g) do S^T
+    dk = (dP D)^T q + (dM D + (dM D)^T) k - exp(g) dv S^T + exp(g_C - g) u G^T
+
+and the gradient of g_i collects every product with its exponential; that of log a_t is its sum over i >= t.
+Nothing is divided by b.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from zoo.kernels.gated_delta_rule.triton_tiles import (
+    chunk_decays,
+    inverse_norm,
+    load_rows,
+    load_tile,
+    pair_decay,
+    row_length,
+    store_rows,
+    store_tile,
+)
+from zoo.kernels.gated_delta_rule.triton_walk import load_inverse
+
+
+@triton.jit
+def _chunk_back(
+    g_VK, q, q_desc, k, k_desc, grad_o, grad_o_desc, inverse, inverse_desc, gates, norms, dv, dv_desc, grad_states,
+    row_start, t, end, length, place, stride_qt, stride_kt, stride_ot, q_column, k_column, o_column, scale,
+    K: tl.constexpr, BLOCK_V: tl.constexpr, V: tl.constexpr, NORMALIZE: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk back over one chunk and return the gradient of the state before it."""
+    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
+    C: tl.constexpr = 64
+    dtype = k.dtype.element_ty
+    positions = tl.arange(0, C)
+    k_CK = load_tile(k, k_desc, row_start, t, end, stride_kt, k_column, C, K, TMA, MASKED)
+    q_CK = load_tile(q, q_desc, row_start, t, end, stride_qt, q_column, C, K, TMA, MASKED)
+    do_CV = load_tile(grad_o, grad_o_desc, row_start, t, end, stride_ot, o_column, C, BLOCK_V, TMA, MASKED)
+    inverse_CC = load_inverse(inverse, inverse_desc, place, C, TMA)
+    gates_C = tl.load(gates + place * C + positions)
+    from_start_C, to_end_C, whole = chunk_decays(gates_C, C, EXACT)
+    norm_C = tl.full([C], 1.0, tl.float32)
+    q_norm_C = tl.full([C], scale, tl.float32)
+    if NORMALIZE:
+        norm_C = tl.load(norms + place * C + positions)
+        q_norm_C = inverse_norm(q_CK) * scale
+    g_lo_VK = g_VK.to(dtype)
+    cells_VK = (o_column % V + tl.arange(0, BLOCK_V))[:, None] * K + tl.arange(0, K)[None, :]
+    tl.store(grad_states + place * K * V + cells_VK, g_lo_VK)
+    p_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * pair_decay(gates_C, C, EXACT)
+    p_CC *= q_norm_C[:, None] * norm_C[None, :]
+    do_VC = tl.trans(do_CV)
+    du_VC = tl.dot(g_lo_VK, tl.trans(k_CK), input_precision=PRECISION) * (to_end_C * norm_C)[None, :]
+    du_VC = tl.dot(do_VC, p_CC.to(dtype), du_VC, input_precision=PRECISION)
+    dv_VC = tl.dot(du_VC.to(dtype), inverse_CC, input_precision=PRECISION)
+    store_tile(
+        dv, dv_desc, row_start, t, length, stride_ot, o_column, tl.trans(dv_VC.to(dtype)), C, BLOCK_V, TMA, MASKED
+    )
+    read_VC = (do_VC.to(tl.float32) * (from_start_C * q_norm_C)[None, :]).to(dtype)
+    g_VK = tl.dot(read_VC, q_CK, g_VK * whole, input_precision=PRECISION)
+    return tl.dot((dv_VC * -(from_start_C * norm_C)[None, :]).to(dtype), k_CK, g_VK, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=("length", "heads", "chunks"))
+def walk_back_kernel(
+    q, q_desc, k, k_desc, grad_o, grad_o_desc, inverse, inverse_desc, gates, norms, grad_final, lengths, dv, dv_desc,
+    grad_initial, grad_states,
+    length, heads, chunks, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, scale,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr, FINAL: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Walk back over one row and head for one block of values; FINAL says that the final state has a gradient.
+
+    Writes dv [B, T, H, V], the gradient of the initial state [B, H, K, V] and of the state after each chunk,
+    transposed, [B, H, N, V, K] in the dtype of k.
+    """
+    C: tl.constexpr = 64
+    value_blocks: tl.constexpr = V // BLOCK_V
+    program = tl.program_id(0)
+    first_column = program % value_blocks * BLOCK_V
+    head = program // value_blocks % heads
+    row = program // value_blocks // heads
+    pair = row.to(tl.int64) * heads + head
+    end = row_length(lengths, row, length)
+    full = end // C
+    row_start = row * length
+    stride_ot = heads * V
+    q += row.to(tl.int64) * stride_qb
+    k += row.to(tl.int64) * stride_kb
+    grad_o += row.to(tl.int64) * length * stride_ot
+    dv += row.to(tl.int64) * length * stride_ot
+    q_column = head * stride_qh
+    k_column = head * stride_kh
+    o_column = head * V + first_column
+    columns = first_column + tl.arange(0, BLOCK_V)
+    cells_VK = pair * K * V + tl.arange(0, K)[None, :] * V + columns[:, None]
+    g_VK = tl.zeros([BLOCK_V, K], tl.float32)
+    if FINAL:
+        g_VK += tl.load(grad_final + cells_VK)
+    zeros_CV = tl.zeros([C, BLOCK_V], dv.dtype.element_ty)
+    for t in tl.range((end + C - 1) // C * C, length, C):
+        store_tile(dv, dv, row_start, t, length, stride_ot, o_column, zeros_CV, C, BLOCK_V, False, True)
+    if full * C < end:
+        g_VK = _chunk_back(
+            g_VK, q, q_desc, k, k_desc, grad_o, grad_o_desc, inverse, inverse_desc, gates, norms, dv, dv_desc,
+            grad_states, row_start, full * C, end, length, pair * chunks + full, stride_qt, stride_kt, stride_ot,
+            q_column, k_column, o_column, scale, K, BLOCK_V, V, NORMALIZE, TMA, True, PRECISION,
+        )  # fmt: skip
+    for step in tl.range(0, full, num_stages=STAGES):
+        chunk = full - 1 - step
+        g_VK = _chunk_back(
+            g_VK, q, q_desc, k, k_desc, grad_o, grad_o_desc, inverse, inverse_desc, gates, norms, dv, dv_desc,
+            grad_states, row_start, chunk * C, end, length, pair * chunks + chunk, stride_qt, stride_kt, stride_ot,
+            q_column, k_column, o_column, scale, K, BLOCK_V, V, NORMALIZE, TMA, False, PRECISION,
+        )  # fmt: skip
+    tl.store(grad_initial + cells_VK, g_VK)
+
+
+@triton.jit(do_not_specialize=("length", "heads", "chunks"))
+def gradients_kernel(
+    q, k, v, grad_o, dv, inverse, gates, norms, states, grad_states, lengths, dq, dk, dlog_decay, dbeta,
+    length, heads, chunks, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
+    stride_vh, scale,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dq, dk [B, T, H, K] and dlog_decay, dbeta [B, T, H] float32 of one chunk of one row and head."""
+    EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
+    C: tl.constexpr = 64
+    dtype = k.dtype.element_ty
+    program = tl.program_id(0)
+    head = program % heads
+    rest = program // heads
+    chunk = rest % chunks
+    row = rest // chunks
+    end = row_length(lengths, row, length)
+    t = chunk * C
+    positions = tl.arange(0, C)
+    stride_dt = heads * K
+    dq += row.to(tl.int64) * length * stride_dt + head * K
+    dk += row.to(tl.int64) * length * stride_dt + head * K
+    vector = (row.to(tl.int64) * length + t + positions) * heads + head
+    inside_C = t + positions < length
+    if t >= end:
+        zeros_CK = tl.zeros([C, K], dtype)
+        store_rows(dq, zeros_CK, t, length, stride_dt, C, K)
+        store_rows(dk, zeros_CK, t, length, stride_dt, C, K)
+        tl.store(dlog_decay + vector, tl.zeros([C], tl.float32), mask=inside_C)
+        tl.store(dbeta + vector, tl.zeros([C], tl.float32), mask=inside_C)
+        return
+    place = (row.to(tl.int64) * heads + head) * chunks + chunk
+    q += row.to(tl.int64) * stride_qb + head * stride_qh
+    k += row.to(tl.int64) * stride_kb + head * stride_kh
+    v += row.to(tl.int64) * stride_vb + head * stride_vh
+    stride_ot = heads * V
+    grad_o += row.to(tl.int64) * length * stride_ot + head * V
+    dv += row.to(tl.int64) * length * stride_ot + head * V
+    q_CK = load_rows(q, t, end, stride_qt, C, K)
+    k_CK = load_rows(k, t, end, stride_kt, C, K)
+    gates_C = tl.load(gates + place * C + positions)
+    from_start_C, to_end_C, whole = chunk_decays(gates_C, C, EXACT)
+    decay_CC = pair_decay(gates_C, C, EXACT)
+    norm_C = tl.full([C], 1.0, tl.float32)
+    q_norm_C = tl.full([C], 1.0, tl.float32)
+    if NORMALIZE:
+        norm_C = tl.load(norms + place * C + positions)
+        q_norm_C = inverse_norm(q_CK)
+    later = positions[:, None] > positions[None, :]
+    inverse_CC = load_inverse(inverse, inverse, place, C, False)
+    p_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * decay_CC
+    p_CC *= (q_norm_C * scale)[:, None] * norm_C[None, :]
+    m_CC = tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION) * norm_C[:, None] * norm_C[None, :]
+    m_CC = tl.where(later, m_CC * decay_CC, 0.0)
+    p_lo_CC = p_CC.to(dtype)
+    m_lo_CC = m_CC.to(dtype)
+    dp_CC = tl.zeros([C, C], tl.float32)
+    dm_CC = tl.zeros([C, C], tl.float32)
+    dq_CK = tl.zeros([C, K], tl.float32)
+    dk_CK = tl.zeros([C, K], tl.float32)
+    dg_C = tl.zeros([C], tl.float32)
+    db_C = tl.zeros([C], tl.float32)
+    after_C = tl.zeros([C], tl.float32)
+    dlast = 0.0
+    for first in tl.static_range(0, V, BLOCK_V):
+        cells_VK = (first + tl.arange(0, BLOCK_V))[:, None] * K + tl.arange(0, K)[None, :]
+        s_VK = tl.load(states + place * K * V + cells_VK)
+        g_VK = tl.load(grad_states + place * K * V + cells_VK)
+        v_CV = load_rows(v + first, t, end, stride_vt, C, BLOCK_V)
+        do_CV = load_rows(grad_o + first, t, end, stride_ot, C, BLOCK_V)
+        dv_CV = load_rows(dv + first, t, end, stride_ot, C, BLOCK_V)
+        told_CV = tl.dot(k_CK, tl.trans(s_VK), input_precision=PRECISION) * (from_start_C * norm_C)[:, None]
+        x_CV = v_CV.to(tl.float32) - told_CV
+        u_CV = tl.dot(inverse_CC, x_CV.to(dtype), input_precision=PRECISION)
+        u_lo_CV = u_CV.to(dtype)
+        dp_CC = tl.dot(do_CV, tl.trans(u_lo_CV), dp_CC, input_precision=PRECISION)
+        dm_CC = tl.dot(dv_CV, tl.trans(u_lo_CV), dm_CC, input_precision=PRECISION)
+        e_CV = x_CV - tl.dot(m_lo_CC, u_lo_CV, input_precision=PRECISION)
+        after_CV = tl.dot(k_CK, tl.trans(g_VK), input_precision=PRECISION) * (to_end_C * norm_C)[:, None]
+        dx_CV = tl.dot(tl.trans(p_lo_CC), do_CV, after_CV, input_precision=PRECISION)
+        dx_CV -= tl.dot(tl.trans(m_lo_CC), dv_CV, input_precision=PRECISION)
+        db_C += tl.sum(dx_CV * e_CV, 1)
+        after_C += tl.sum(after_CV * u_CV, 1)
+        dg_C -= tl.sum(dv_CV.to(tl.float32) * told_CV, 1)
+        dlast += tl.sum(tl.sum(s_VK.to(tl.float32) * g_VK.to(tl.float32), 1), 0)
+        dq_CK = tl.dot(do_CV, s_VK, dq_CK, input_precision=PRECISION)
+        dk_CK = tl.dot((u_CV * to_end_C[:, None]).to(dtype), g_VK, dk_CK, input_precision=PRECISION)
+        read_CV = (dv_CV.to(tl.float32) * -from_start_C[:, None]).to(dtype)
+        dk_CK = tl.dot(read_CV, s_VK, dk_CK, input_precision=PRECISION)
+    # dP and dM so far lack scale and sign.
+    dq_CK *= (from_start_C * scale)[:, None]
+    q_float_CK = q_CK.to(tl.float32) * q_norm_C[:, None]
+    dg_C += tl.sum(q_float_CK * dq_CK, 1)
+    pairs_CC = dp_CC * p_CC - dm_CC * m_CC
+    # Of the gates that a pair of positions sees, the first counts down; on the diagonal both are one and cancel.
+    pairs_CC = tl.where(later, pairs_CC, 0.0)
+    dg_C += tl.sum(pairs_CC, 1) - tl.sum(pairs_CC, 0)
+    dqk_CC = dp_CC * decay_CC * scale
+    dkk_CC = tl.where(later, -dm_CC * decay_CC, 0.0)
+    dqk_q_CC = (dqk_CC * q_norm_C[:, None]).to(dtype)
+    dkk_i_CC = (dkk_CC * norm_C[:, None]).to(dtype)
+    dqk_k_CC = (dqk_CC * norm_C[None, :]).to(dtype)
+    dkk_j_CC = (dkk_CC * norm_C[None, :]).to(dtype)
+    dq_CK = tl.dot(dqk_k_CC, k_CK, dq_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(tl.trans(dqk_q_CC), q_CK, dk_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(dkk_j_CC, k_CK, dk_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(tl.trans(dkk_i_CC), k_CK, dk_CK, input_precision=PRECISION)
+    if NORMALIZE:
+        k_float_CK = k_CK.to(tl.float32) * norm_C[:, None]
+        dq_CK = (dq_CK - q_float_CK * tl.sum(q_float_CK * dq_CK, 1)[:, None]) * q_norm_C[:, None]
+        dk_CK = (dk_CK - k_float_CK * tl.sum(k_float_CK * dk_CK, 1)[:, None]) * norm_C[:, None]
+    dg_C += tl.where(positions == C - 1, whole * dlast, 0.0)
+    valid_C = t + positions < end
+    # What the write at j leaves in the state after the chunk sees the decays after j: a sum over earlier writes.
+    dlog_a_C = tl.cumsum(dg_C, 0, reverse=True) + (tl.cumsum(after_C, 0) - after_C)
+    dlog_a_C = tl.where(valid_C, dlog_a_C, 0.0)
+    store_rows(dq, dq_CK, t, length, stride_dt, C, K)
+    store_rows(dk, dk_CK, t, length, stride_dt, C, K)
+    tl.store(dlog_decay + vector, dlog_a_C, mask=inside_C)
+    tl.store(dbeta + vector, tl.where(valid_C, db_C, 0.0), mask=inside_C)

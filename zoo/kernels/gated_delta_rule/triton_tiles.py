@@ -1,0 +1,139 @@
+# mypy: ignore-errors
+"""Pieces that the kernels of the gated delta rule share: where a program works, tiles, decays between positions.
+
+Suffixes: C positions of a chunk, K key width, V values of a block; X blocks of a chunk, I and J positions of a block.
+EXACT says that the tensors are float32. Decays between two positions are then sums of the logarithms between them;
+otherwise they are differences of sums from the chunk's start, which strong decay makes coarser, though never as coarse
+as 16 bits are (logarithms are cut off at -60, beyond which nothing is left of the state).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOWEST_LOG_DECAY: tl.constexpr = tl.constexpr(-60.0)
+NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
+
+
+@triton.jit
+def wide(x):
+    """Return an integer as a 64-bit scalar; Triton's interpreter counts loops in Python's own."""
+    return tl.zeros([], tl.int64) + x
+
+
+@triton.jit
+def exponential(x):
+    """Return exp(x)."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def row_length(lengths, row, length):
+    """Return the number of valid positions of a row, clamped to [0, length]."""
+    return tl.minimum(tl.maximum(tl.load(lengths + row), 0), length)
+
+
+@triton.jit
+def load_rows(x, t, end, stride_t, C: tl.constexpr, W: tl.constexpr):
+    """Load [C, W] from position t of one row and head, zeros from ``end`` on."""
+    rows = tl.arange(0, C)
+    pointers = x + wide(t) * stride_t + (rows[:, None] * stride_t + tl.arange(0, W)[None, :])
+    return tl.load(pointers, mask=(t + rows < end)[:, None], other=0.0)
+
+
+@triton.jit
+def store_rows(x, tile_CW, t, end, stride_t, C: tl.constexpr, W: tl.constexpr):
+    """Store [C, W] from position t of one row and head, nothing from ``end`` on."""
+    rows = tl.arange(0, C)
+    pointers = x + wide(t) * stride_t + (rows[:, None] * stride_t + tl.arange(0, W)[None, :])
+    tl.store(pointers, tile_CW.to(x.dtype.element_ty), mask=(t + rows < end)[:, None])
+
+
+@triton.jit
+def load_tile(
+    x, desc, row_start, t, end, stride_t, column,
+    C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load [C, W] from position t; MASKED zeroes positions from ``end`` on.
+
+    With TMA the tile comes through a descriptor of the whole tensor as [B * T, H * W], where the row starts at
+    ``row_start``; otherwise through pointers that start at this row. ``column`` is the head's first.
+    """
+    if TMA:
+        tile = desc.load([row_start + t, column])
+        if MASKED:
+            tile = tl.where((t + tl.arange(0, C) < end)[:, None], tile, 0.0)
+    elif MASKED:
+        tile = load_rows(x + column, t, end, stride_t, C, W)
+    else:
+        rows = tl.arange(0, C)
+        tile = tl.load(x + wide(t) * stride_t + column + (rows[:, None] * stride_t + tl.arange(0, W)[None, :]))
+    return tile
+
+
+@triton.jit
+def store_tile(
+    x, desc, row_start, t, end, stride_t, column, tile_CW,
+    C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Store [C, W] from position t, nothing from ``end`` on; the twin of ``load_tile``."""
+    if MASKED:
+        store_rows(x + column, tile_CW, t, end, stride_t, C, W)
+    elif TMA:
+        desc.store([row_start + t, column], tile_CW.to(x.dtype.element_ty))
+    else:
+        rows = tl.arange(0, C)
+        pointers = x + wide(t) * stride_t + column + (rows[:, None] * stride_t + tl.arange(0, W)[None, :])
+        tl.store(pointers, tile_CW.to(x.dtype.element_ty))
+
+
+@triton.jit
+def inverse_norm(x_CW):
+    """Return 1 / sqrt(|x|^2 + eps) of each row, float32."""
+    x_CW = x_CW.to(tl.float32)
+    return tl.rsqrt(tl.sum(x_CW * x_CW, 1) + NORM_EPS)
+
+
+@triton.jit
+def pair_decay(gates_C, C: tl.constexpr, EXACT: tl.constexpr):
+    """Return D [i, j] = prod_{j < t <= i} a_t for i >= j, else 0.
+
+    ``gates_C`` holds log a if EXACT, else the sums of log a from the chunk's start.
+    """
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    if EXACT:
+        sums_CC = tl.cumsum(tl.where(i > j, gates_C[:, None], 0.0), 0)
+    else:
+        sums_CC = gates_C[:, None] - gates_C[None, :]
+    return exponential(tl.where(i >= j, sums_CC, float("-inf")))
+
+
+@triton.jit
+def pair_decay_transposed(gates_C, C: tl.constexpr, EXACT: tl.constexpr):
+    """Return D transposed, [j, i]."""
+    j = tl.arange(0, C)[:, None]
+    i = tl.arange(0, C)[None, :]
+    if EXACT:
+        sums_CC = tl.cumsum(tl.where(i > j, gates_C[None, :], 0.0), 1)
+    else:
+        sums_CC = gates_C[None, :] - gates_C[:, None]
+    return exponential(tl.where(i >= j, sums_CC, float("-inf")))
+
+
+@triton.jit
+def chunk_decays(gates_C, C: tl.constexpr, EXACT: tl.constexpr):
+    """Return exp(g_i) [C] from the chunk's start, exp(g_C - g_j) [C] to its end, and exp(g_C) of the whole chunk."""
+    positions = tl.arange(0, C)
+    if EXACT:
+        from_start_C = tl.cumsum(gates_C, 0)
+        later_CC = tl.where(positions[:, None] > positions[None, :], gates_C[:, None], 0.0)
+        to_end_C = tl.sum(later_CC, 0)
+        whole = tl.sum(gates_C, 0)
+    else:
+        whole = tl.sum(tl.where(positions == C - 1, gates_C, 0.0), 0)
+        from_start_C = gates_C
+        to_end_C = whole - gates_C
+    return exponential(from_start_C), exponential(to_end_C), exponential(whole)
