@@ -20,12 +20,12 @@ from zoo.plugins.tensorrt import recorded_problems, register_creators
 from zoo.signature import Signature, TensorSpec
 
 DTYPES = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
-"""Dtype of a bundle's graph -> the nvinfer1 name of its floating tensors."""
+"""Dtype of a bundle's graph -> the nvinfer1 name of its floating tensors, those that are float32 in all aside."""
 
 BUILDER_SETTINGS = {"strongly_typed": True, "tf32": False, "attention_decomposable": True}
 """What every engine is built with; recorded in its manifest."""
 
-_INTEGERS = {"int32": "INT32", "int64": "INT64"}
+_TENSORS = {**DTYPES, "int32": "INT32", "int64": "INT64"}
 
 _building = threading.Lock()
 """One build at a time in a process: a build uses every core, and TensorRT keeps one logger for all of them."""
@@ -128,7 +128,7 @@ def _check_tensors(trt: Any, network: Any, signature: Signature, dtype: str, nam
 
 
 def _check_tensor(trt: Any, spec: TensorSpec, tensor: Any, dtype: str, name: str) -> None:
-    wanted = getattr(trt.DataType, DTYPES[dtype] if spec.dtype == "float" else _INTEGERS[spec.dtype])
+    wanted = getattr(trt.DataType, _TENSORS[dtype if spec.dtype == "float" else spec.dtype])
     if tensor.dtype != wanted:
         raise EngineBuildError(f"{name}: {spec.name} is {tensor.dtype} in the graph, but the bundle says {wanted}")
     found = tuple(tensor.shape)

@@ -37,6 +37,9 @@ from zoo.signature import Signature, TensorSpec
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
+FLOATING = ("float", "fp32")
+"""What a signature calls its floating tensors."""
+
 DEFAULT_OPSET = 23
 """The first with ``Attention`` and ``RMSNormalization``, which keep softmax attention one node for TensorRT."""
 
@@ -117,6 +120,11 @@ def export_part(part: Part, path: Path | str, *, dtype: str, opset: int = DEFAUL
     )
 
 
+def floating_dtype(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a floating tensor of a part that runs in ``dtype``: states stay in float32 or rise above."""
+    return torch.promote_types(dtype, torch.float32) if spec.dtype == "fp32" else dtype
+
+
 def data_path(path: Path) -> Path:
     """Return where the weights of a large graph lie: beside it."""
     return path.with_name(path.name + ".data")
@@ -145,8 +153,8 @@ def _example_sizes(part: Part) -> dict[str, int]:
 def _example(spec: TensorSpec, sizes: Mapping[str, int], dtype: torch.dtype) -> Tensor:
     """Return a valid input: small random floats, or ones where integers are wanted (zero where one is out of range)."""
     shape = spec.resolved_shape(sizes)
-    if spec.dtype == "float":
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if spec.dtype in FLOATING:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(floating_dtype(spec, dtype))
     return torch.full(shape, 0 if spec.limit == 1 else 1, dtype=getattr(torch, spec.dtype))
 
 

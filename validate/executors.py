@@ -13,9 +13,10 @@ import onnxruntime
 import torch
 from torch import Tensor
 
+from export.onnx_export import floating_dtype
 from validate.bf16 import hold_bf16_in_fp32
 from zoo.models.parts import Part
-from zoo.signature import Signature
+from zoo.signature import Signature, TensorSpec
 
 
 class Executor(Protocol):
@@ -39,9 +40,10 @@ class TorchExecutor:
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run; floating inputs are converted first."""
-        values = [inputs[spec.name] for spec in self.signature.inputs]
-        values = [value.to(self.dtype) if value.is_floating_point() else value for value in values]
-        outputs = self.module(*values)
+        values = [(spec, inputs[spec.name]) for spec in self.signature.inputs]
+        outputs = self.module(
+            *(x.to(floating_dtype(spec, self.dtype)) if x.is_floating_point() else x for spec, x in values)
+        )
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return {spec.name: value for spec, value in zip(self.signature.outputs, outputs, strict=True)}
 
@@ -68,9 +70,12 @@ class OrtExecutor:
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run; inputs must have the dtypes of the file."""
         feeds = {spec.name: self._feed(inputs[spec.name]) for spec in self.signature.inputs}
-        names = [spec.name for spec in self.signature.outputs]
-        outputs = zip(names, map(torch.from_numpy, self.session.run(names, feeds)), strict=True)
-        return {name: value.to(torch.bfloat16) if self.holds_bf16 else value for name, value in outputs}
+        specs = self.signature.outputs
+        outputs = zip(specs, self.session.run([spec.name for spec in specs], feeds), strict=True)
+        return {spec.name: self._output(spec, torch.from_numpy(value)) for spec, value in outputs}
 
     def _feed(self, value: Tensor) -> np.ndarray:
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+    def _output(self, spec: TensorSpec, value: Tensor) -> Tensor:
+        return value.to(torch.bfloat16) if self.holds_bf16 and spec.dtype == "float" else value

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from export.onnx_export import FLOATING, floating_dtype
 from zoo.signature import BATCH, BEAMS, LENGTH, Signature, TensorSpec
 
 
@@ -44,7 +45,7 @@ def draw_inputs(signature: Signature, case: Case, known: Mapping[str, Tensor], d
         signature: of the part.
         case: sizes and seed.
         known: tensors to use as they are where an input has their name (the outputs of an earlier part).
-        dtype: of floating inputs.
+        dtype: of floating inputs, those that are float32 in every part aside.
 
     Integer inputs are uniform over their range; ``lengths`` holds the full length first, then 0, 1 and random ones.
     """
@@ -55,8 +56,9 @@ def draw_inputs(signature: Signature, case: Case, known: Mapping[str, Tensor], d
             inputs[spec.name] = known[spec.name]
         elif spec.limit == LENGTH:
             inputs[spec.name] = _lengths(case, generator)
-        elif spec.dtype == "float":
-            inputs[spec.name] = torch.randn(spec.resolved_shape(case.sizes), generator=generator).to(dtype)
+        elif spec.dtype in FLOATING:
+            drawn = torch.randn(spec.resolved_shape(case.sizes), generator=generator)
+            inputs[spec.name] = drawn.to(floating_dtype(spec, dtype))
         else:
             inputs[spec.name] = _integers(spec, case, generator)
     return inputs

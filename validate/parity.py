@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from export.onnx_export import DTYPES
+from export.onnx_export import DTYPES, floating_dtype
 from validate.executors import Executor
 from validate.inputs import Case, cases, draw_inputs
 from validate.report import Check
@@ -45,9 +45,10 @@ def check_parity(
     for case in cases(length, seed=seed + 1000 * length):
         known: dict[str, Tensor] = {}
         for part in parts:
+            specs = part.signature.outputs
             for label, inputs in _variants(part, case, known, torch_dtype):
                 ref64 = exact[part.name](inputs)
-                known |= {name: value.to(torch_dtype) for name, value in ref64.items()}
+                known |= {spec.name: ref64[spec.name].to(floating_dtype(spec, torch_dtype)) for spec in specs}
                 known["lengths"] = inputs["lengths"]
                 if part.name not in executors:
                     continue

@@ -20,7 +20,8 @@ class TensorSpec:
 
     Attributes:
         name: as in the ONNX graph and the engine.
-        dtype: ``"float"`` (whatever dtype the part is exported in), ``"int64"`` or ``"int32"``.
+        dtype: ``"float"`` (whatever dtype the part is exported in), ``"fp32"`` (float32 whatever that is, as states
+            are), ``"int64"`` or ``"int32"``.
         shape: a number for a fixed dimension, a symbol for a dynamic one.
         meaning: one phrase for docs and error messages.
         limit: for integer inputs, valid values lie in [0, limit); a symbol means [0, that dimension], ends included.

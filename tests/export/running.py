@@ -9,9 +9,11 @@ import onnxruntime
 import torch
 from onnx.reference import ReferenceEvaluator
 from torch import nn
+from torch.nn.functional import softplus
 
-from export.onnx_export import DTYPES
+from export.onnx_export import DTYPES, floating_dtype
 from validate.tolerance import deviation
+from zoo.kernels import gated_delta_rule
 from zoo.models import presets
 from zoo.models.parts import Part
 from zoo.signature import BATCH, LENGTH, Signature, TensorSpec
@@ -24,6 +26,41 @@ def small_part(module, name="small", width=WIDTH):
     shape = (BATCH, LENGTH, width)
     signature = Signature((TensorSpec("x", "float", shape),), (TensorSpec("y", "float", shape),))
     return Part(name, module, signature)
+
+
+class Memory(nn.Module):
+    """Layers of the gated delta rule, each (heads, key width, value width); the first may take the state."""
+
+    def __init__(self, *layers, takes_state=True):
+        super().__init__()
+        self.layers, self.takes_state = layers, takes_state
+        widths = [WIDTH, *(heads * value_dim for heads, _, value_dim in layers)]
+        self.projections = nn.ModuleList(
+            nn.Linear(width, heads * (2 * key_dim + value_dim + 2))
+            for width, (heads, key_dim, value_dim) in zip(widths, layers, strict=False)
+        )
+
+    def forward(self, x, lengths, state=None):
+        final_state = None
+        for index, (heads, key_dim, value_dim) in enumerate(self.layers):
+            parts = self.projections[index](x).unflatten(-1, (heads, -1)).split((key_dim, key_dim, value_dim, 2), -1)
+            decay, beta = parts[3].unbind(-1)
+            o, final = gated_delta_rule(*parts[:3], -softplus(decay), beta.sigmoid(), state, lengths, normalize=True)
+            x, state, final_state = o.flatten(2), None, final if final_state is None else final_state
+        return x, final_state
+
+    def part(self, name="memory", state="state", final_state="final_state"):
+        heads, key_dim, value_dim = self.layers[0]
+        shape = (BATCH, heads, key_dim, value_dim)
+        width = self.layers[-1][0] * self.layers[-1][2]
+        states = [TensorSpec(state, "fp32", shape)] if self.takes_state else []
+        inputs = (
+            TensorSpec("x", "float", (BATCH, LENGTH, WIDTH)),
+            TensorSpec("lengths", "int32", (BATCH,), limit=LENGTH),
+            *states,
+        )
+        outputs = TensorSpec("y", "float", (BATCH, LENGTH, width)), TensorSpec(final_state, "fp32", shape)
+        return Part(name, self, Signature(inputs, outputs))
 
 
 def tiny(twin=None, **overrides):
@@ -87,8 +124,8 @@ class Reference:
 def assert_parity(run, part, dtype, inputs):
     """The tolerance rule of docs/parity.md, on every output."""
     outputs = run(*inputs)
-    ref64 = _in_torch(part.module, torch.float64, inputs)
-    ref_lo = _in_torch(part.module, DTYPES[dtype], inputs)
+    ref64 = _in_torch(part, torch.float64, inputs)
+    ref_lo = _in_torch(part, DTYPES[dtype], inputs)
     for spec, out, exact, low in zip(part.signature.outputs, outputs, ref64, ref_lo, strict=True):
         found = deviation(out, exact, low, DTYPES[dtype])
         # The rule's factor bounds typical errors; on a handful of values chance needs room.
@@ -96,9 +133,10 @@ def assert_parity(run, part, dtype, inputs):
 
 
 @torch.no_grad()
-def _in_torch(module, dtype, inputs):
-    module = copy.deepcopy(module).to(dtype).eval()
-    outputs = module(*(value.to(dtype) if value.is_floating_point() else value for value in inputs))
+def _in_torch(part, dtype, inputs):
+    module = copy.deepcopy(part.module).to(dtype).eval()
+    given = zip(part.signature.inputs, inputs, strict=True)
+    outputs = module(*(x.to(floating_dtype(spec, dtype)) if x.is_floating_point() else x for spec, x in given))
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 

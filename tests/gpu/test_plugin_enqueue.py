@@ -8,7 +8,7 @@ import torch
 
 from validate.tolerance import deviation
 from zoo.errors import DTypeError, ShapeError
-from zoo.kernels import causal_short_conv, gated_bidirectional_linear_attention, packed_width
+from zoo.kernels import causal_short_conv, gated_bidirectional_linear_attention, gated_delta_rule, packed_width
 from zoo.plugins import DOMAIN, OPS
 from zoo.plugins.tensorrt import plugin_fields, register_creators
 
@@ -43,13 +43,13 @@ def describe(trt, tensor):
     return descriptor
 
 
-def enqueue(trt, plugin, inputs, output):
+def enqueue(trt, plugin, inputs, *outputs):
     """Run the plugin on a stream of its own, reading and writing nothing but the device pointers."""
-    described = [describe(trt, tensor) for tensor in inputs], [describe(trt, output)]
+    described = tuple([describe(trt, tensor) for tensor in tensors] for tensors in (inputs, outputs))
     plugin.on_shape_change(*described)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    pointers = [tensor.data_ptr() for tensor in inputs], [output.data_ptr()]
+    pointers = tuple([tensor.data_ptr() for tensor in tensors] for tensors in (inputs, outputs))
     plugin.enqueue(*described, *pointers, 0, stream.cuda_stream)
     stream.synchronize()
 
@@ -67,9 +67,9 @@ def check(trt, op, function, attributes, tensors, lengths, dtype, channels):
     assert found.ok, found
 
 
-def ragged(lengths, channels):
+def ragged(lengths, *shape):
     """Random numbers, with NaN wherever a row is padding."""
-    x = torch.randn(len(lengths), max(*lengths, 1), channels)
+    x = torch.randn(len(lengths), max(*lengths, 1), *shape)
     for row, length in enumerate(lengths):
         x[row, length:] = torch.nan
     return x
@@ -93,6 +93,27 @@ def test_the_attention_plugin_is_inside_the_tolerance_rule(trt, dtype, lengths, 
     attributes = {"num_heads": heads, "head_dim": dim, "eps": 1e-6, **attributes}
     op = "GatedBidirectionalLinearAttention"
     check(trt, op, gated_bidirectional_linear_attention, attributes, tensors, lengths, dtype, heads * dim)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_delta_rule_plugin_is_inside_the_tolerance_rule_and_its_state_is_float32(trt, dtype, lengths, normalize):
+    heads, key_dim, value_dim = 3, 32, 64
+    attributes = {"scale": 0.25, "normalize": normalize}
+    q, k, v = (ragged(lengths, heads, width).to(dtype) for width in (key_dim, key_dim, value_dim))
+    k = (k.float() / key_dim**0.5).to(dtype)
+    log_decay, beta = -ragged(lengths, heads).square(), ragged(lengths, heads).sigmoid().to(dtype)
+    state, rows = torch.randn(len(lengths), heads, key_dim, value_dim), torch.tensor(lengths, dtype=torch.int32)
+    tensors = q, k, v, log_decay, beta, state
+    exact = gated_delta_rule(*(x.double() for x in tensors), rows, **attributes)
+    low = gated_delta_rule(*tensors, rows, **attributes)
+    outputs = [torch.full(x.shape, torch.nan, dtype=x.dtype, device="cuda") for x in low]
+    inputs = [x.cuda().contiguous() for x in (*tensors, rows)]
+    enqueue(trt, runtime_plugin(trt, "GatedDeltaRule", attributes), inputs, *outputs)
+    for out, ref64, ref_lo in zip(outputs, exact, low, strict=True):
+        found = deviation(out.cpu(), ref64, ref_lo, dtype)
+        assert found.ok, found
 
 
 def test_shapes_and_dtypes_that_do_not_fit_are_refused_before_anything_runs(trt):

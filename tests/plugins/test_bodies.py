@@ -1,97 +1,25 @@
 """The ONNX function bodies against the PyTorch references, which share no code with them."""
 
-import ml_dtypes
-import numpy as np
-import onnx
-import onnxruntime
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper
-from onnx.reference import ReferenceEvaluator
 
+from tests.plugins.running import (
+    assert_as_good_as_pytorch,
+    in_onnx_runtime,
+    in_reference_evaluator,
+    one_node,
+    poisoned,
+    ragged,
+)
 from zoo.errors import ConfigError
 from zoo.kernels import causal_short_conv, gated_bidirectional_linear_attention, packed_width
-from zoo.plugins import DOMAIN, op_spec
+from zoo.plugins import op_spec
 from zoo.plugins.bodies import function_body
-from zoo.plugins.onnx_schema import plugin_attributes, register_schemas
 from zoo.plugins.spec import OpSpec
 
 CONV, ATTENTION = op_spec("CausalShortConv"), op_spec("GatedBidirectionalLinearAttention")
-ELEMENTS = {
-    torch.float32: TensorProto.FLOAT,
-    torch.float16: TensorProto.FLOAT16,
-    torch.bfloat16: TensorProto.BFLOAT16,
-}
-
-
-def one_node(spec, attributes, dtype, opset=23):
-    register_schemas()
-
-    def value(rule):
-        return helper.make_tensor_value_info(
-            rule.name, ELEMENTS[dtype] if rule.dtype == "T" else TensorProto.INT32, list(rule.shape)
-        )
-
-    inputs, outputs = [value(rule) for rule in spec.inputs], [value(rule) for rule in spec.outputs]
-    names = [rule.name for rule in spec.inputs], [rule.name for rule in spec.outputs]
-    node = helper.make_node(spec.name, *names, domain=DOMAIN, **attributes, **plugin_attributes(spec))
-    model = helper.make_model(
-        helper.make_graph([node], "one_node", inputs, outputs),
-        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, spec.version)],
-        functions=[function_body(spec, attributes, opset)],
-        ir_version=10,
-    )
-    onnx.checker.check_model(model, full_check=True)
-    return model
-
-
-def in_onnx_runtime(model, *tensors):
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_inputs()]
-    feeds = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
-    return torch.from_numpy(session.run(None, feeds)[0])
-
-
-def in_reference_evaluator(model, *tensors):
-    def array(tensor):
-        return (
-            tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-            if tensor.dtype == torch.bfloat16
-            else tensor.numpy()
-        )
-
-    names = [value.name for value in model.graph.input]
-    with np.errstate(over="ignore"):
-        (y,) = ReferenceEvaluator(model).run(None, dict(zip(names, map(array, tensors), strict=True)))
-    if y.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(np.ascontiguousarray(y).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(y))
-
-
-def assert_as_good_as_pytorch(out, ref64, ref_lo):
-    """At most twice the error of PyTorch in the same dtype, and a few units of its rounding."""
-    assert out.dtype == ref_lo.dtype and out.shape == ref_lo.shape
-    assert out.isfinite().all()
-    if out.numel():
-        unit = torch.finfo(out.dtype).eps * max(1.0, float(ref64.abs().max()))
-        allowed = 2 * float((ref_lo.double() - ref64).abs().max()) + 4 * unit
-        assert float((out.double() - ref64).abs().max()) <= allowed
-
-
-def poisoned(x, lengths):
-    padding = torch.arange(x.shape[1]) >= lengths.unsqueeze(-1)
-    return x.masked_fill(padding.unsqueeze(-1), torch.nan)
-
-
-@st.composite
-def ragged(draw, sizes=(0, 1, 2, 3, 7, 13)):
-    length = draw(st.sampled_from(sizes))
-    lengths = draw(st.lists(st.integers(-1, length + 1), min_size=1, max_size=3))
-    return length, torch.tensor(lengths, dtype=torch.int32), draw(st.integers(0, 2**31))
 
 
 @given(

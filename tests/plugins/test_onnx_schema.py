@@ -11,6 +11,7 @@ from zoo.plugins.onnx_schema import PLUGIN_ATTRIBUTES, onnx_schema, register_sch
 SPECS = pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
 
 TORCH_KINDS = {"int": "int", "float": "float", "bool": "bool", "string": "str"}
+ONNX_TYPES = {"T": "T", "float32": "tensor(float)", "int32": "tensor(int32)"}
 ONNX_KINDS = {"int": "INT", "float": "FLOAT", "bool": "INT", "string": "STRING"}
 
 
@@ -25,7 +26,7 @@ def test_registering_twice_does_no_harm():
 def test_pytorch_sees_the_inputs_and_attributes_of_the_spec_in_order(spec):
     schema = getattr(torch.ops.zoo, spec.torch_name).default._schema
     assert [(argument.name, str(argument.type)) for argument in schema.arguments] == [
-        *((rule.name, "Tensor") for rule in spec.inputs),
+        *((rule.name, "Optional[Tensor]" if rule.optional else "Tensor") for rule in spec.inputs),
         *((attribute.name, TORCH_KINDS[attribute.kind]) for attribute in spec.attributes),
     ]
     assert [str(result.type) for result in schema.returns] == ["Tensor"] * len(spec.outputs)
@@ -37,7 +38,7 @@ def test_onnx_sees_the_tensors_of_the_spec_in_order(spec):
     assert (schema.name, schema.domain, schema.since_version) == (spec.name, DOMAIN, spec.version)
     for found, rules in ((schema.inputs, spec.inputs), (schema.outputs, spec.outputs)):
         assert [(parameter.name, parameter.type_str) for parameter in found] == [
-            (rule.name, "T" if rule.dtype == "T" else f"tensor({rule.dtype})") for rule in rules
+            (rule.name, ONNX_TYPES[rule.dtype]) for rule in rules
         ]
     (constraint,) = schema.type_constraints
     assert set(constraint.allowed_type_strs) == {"tensor(float16)", "tensor(bfloat16)", "tensor(float)"}
@@ -53,7 +54,7 @@ def test_onnx_sees_the_attributes_of_the_spec_and_those_of_the_plugin(spec):
 
 @SPECS
 def test_the_function_body_declares_what_the_schema_declares(spec):
-    attributes = {"activation": "silu", "key_gate": True, "gated_norm": True}
+    attributes = {"activation": "silu", "key_gate": True, "gated_norm": True, "normalize": True}
     body = function_body(spec, attributes, 23)
     schema = onnx_schema(spec)
     assert (body.domain, body.name) == (DOMAIN, spec.name)

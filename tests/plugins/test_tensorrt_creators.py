@@ -11,7 +11,14 @@ from zoo.plugins.tensorrt import contract, plugin_fields, recorded_problems, reg
 
 ATTENTION = OPS["GatedBidirectionalLinearAttention"]
 CONVOLUTION = OPS["CausalShortConv"]
+DELTA = OPS["GatedDeltaRule"]
 ATTRIBUTES = {"num_heads": 4, "head_dim": 64, "eps": 1e-6, "key_gate": True, "gated_norm": True}
+EXAMPLES = {
+    ATTENTION.name: ATTRIBUTES,
+    CONVOLUTION.name: {"activation": "silu"},
+    DELTA.name: {"scale": 0.125, "normalize": True},
+}
+FIXED = {"float32": "FLOAT", "int32": "INT32"}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +37,17 @@ def spec(request):
 
 def example(spec):
     """Attributes of the spec's kinds."""
-    return ATTRIBUTES if spec is ATTENTION else {"activation": "silu"}
+    return EXAMPLES[spec.name]
+
+
+def kinds(trt, rules, dtype):
+    """The TensorRT dtype of each tensor of a node whose floating dtype is ``dtype``."""
+    return [getattr(trt.DataType, dtype if rule.dtype == "T" else FIXED[rule.dtype]) for rule in rules]
+
+
+def plugin_of(trt, spec):
+    (creator,) = (creator for creator in register_creators(trt) if creator.name == spec.name)
+    return creator.create_plugin("node", plugin_fields(trt, spec, example(spec)), None)
 
 
 def test_the_registry_has_every_op_under_the_specs_name_version_and_namespace(trt, spec):
@@ -77,31 +94,37 @@ def test_a_node_without_an_attribute_is_refused_by_name_and_the_message_is_kept(
 
 
 @pytest.mark.parametrize("dtype", ["HALF", "BF16", "FLOAT"])
-def test_the_output_has_the_dtype_of_the_floating_inputs(trt, spec, dtype):
-    (creator,) = (creator for creator in register_creators(trt) if creator.name == spec.name)
-    plugin = creator.create_plugin("node", plugin_fields(trt, spec, example(spec)), None)
-    kind = getattr(trt.DataType, dtype)
-    assert plugin.get_output_data_types([kind, kind, trt.DataType.INT32]) == [kind]
+def test_each_output_has_its_own_dtype_or_that_of_the_floating_inputs(trt, spec, dtype):
+    inputs, outputs = (kinds(trt, rules, dtype) for rules in (spec.inputs, spec.outputs))
+    assert plugin_of(trt, spec).get_output_data_types(inputs) == outputs
 
 
-def test_only_linear_tensors_of_one_floating_dtype_and_int32_lengths_are_supported(trt, spec):
-    (creator,) = (creator for creator in register_creators(trt) if creator.name == spec.name)
-    plugin = creator.create_plugin("node", plugin_fields(trt, spec, example(spec)), None)
+def test_the_state_of_a_half_precision_node_is_float32(trt):
+    half, single, whole = (getattr(trt.DataType, name) for name in ("HALF", "FLOAT", "INT32"))
+    inputs = [half, half, half, single, half, single, whole]
+    assert plugin_of(trt, DELTA).get_output_data_types(inputs) == [half, single]
+
+
+def test_only_linear_tensors_of_the_dtypes_of_the_spec_are_supported(trt, spec):
+    plugin = plugin_of(trt, spec)
+    rules = (*spec.inputs, *spec.outputs)
 
     def tensor(dtype, layout=trt.TensorFormat.LINEAR):
         dynamic = trt.DynamicPluginTensorDesc()
         dynamic.desc.type, dynamic.desc.format = dtype, layout
         return dynamic
 
-    half, single, whole = (tensor(getattr(trt.DataType, name)) for name in ("HALF", "FLOAT", "INT32"))
+    def supported(dtypes, first_layout=trt.TensorFormat.LINEAR):
+        tensors = [tensor(dtypes[0], first_layout), *map(tensor, dtypes[1:])]
+        return [plugin.supports_format_combination(index, tensors, len(spec.inputs)) for index in range(len(rules))]
 
-    def supported(*tensors):
-        return [plugin.supports_format_combination(index, tensors, 3) for index in range(4)]
-
-    assert supported(half, half, whole, half) == [True] * 4
-    assert supported(half, single, half, single) == [True, False, False, False]
-    assert supported(whole, half, whole, half)[0] is False
-    assert supported(tensor(trt.DataType.HALF, trt.TensorFormat.CHW32), half, whole, half)[0] is False
+    right = kinds(trt, rules, "HALF")
+    assert supported(right) == [True] * len(rules)
+    assert supported([trt.DataType.INT32, *right[1:]])[0] is False
+    assert supported(right, trt.TensorFormat.CHW32)[0] is False
+    for index in range(1, len(rules)):
+        for wrong in {trt.DataType.HALF, trt.DataType.FLOAT, trt.DataType.INT32} - {right[index]}:
+            assert supported([*right[:index], wrong, *right[index + 1 :]])[index] is False
 
 
 def test_output_shapes_come_from_inputs_or_attributes():
@@ -109,6 +132,8 @@ def test_output_shapes_come_from_inputs_or_attributes():
     assert contract.output_sources(ATTENTION, 0) == [(0, 0), (0, 1), None]
     sizes = contract.bind_sizes(ATTENTION, ATTRIBUTES, [[-1, 128, 1032], [4, 64], [7]])
     assert (sizes["B"], sizes["L"], sizes["E"]) == (7, 128, 256)
+    assert contract.output_sources(DELTA, 0) == [(0, 0), (0, 1), (0, 2), (2, 3)]
+    assert contract.output_sources(DELTA, 1) == [(0, 0), (0, 2), (0, 3), (2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +156,11 @@ def test_output_shapes_come_from_inputs_or_attributes():
             [[2, -1, 16], [24, 4], [2]],
             r"input weight .* 24 in dimension 0, but C must be 16 to agree",
         ),
+        (
+            DELTA,
+            [[2, 5, 3, 8], [2, 5, 3, 8], [2, 5, 3, 16], [2, 5, 3], [2, 5, 3], [2, 3, 16, 8], [2]],
+            r"input initial_state has shape \[2, 3, 16, 8\], 16 in dimension 2, but K must be 8 to agree with q",
+        ),
     ],
 )
 def test_a_shape_that_does_not_fit_names_the_input(spec, shapes, words):
@@ -139,16 +169,31 @@ def test_a_shape_that_does_not_fit_names_the_input(spec, shapes, words):
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "words"),
+    ("spec", "dtypes", "words"),
     [
-        (["float16", "float32", "int32"], "input weight is float32, but x is float16"),
-        (["float16", "float16", "int64"], "input lengths is int64, but must be int32"),
-        (["int32", "int32", "int32"], "input x is int32, but must be one of float16"),
+        (
+            CONVOLUTION,
+            ["float16", "float32", "int32"],
+            "input weight is float32, but x is float16; x, weight of a node",
+        ),
+        (CONVOLUTION, ["float16", "float16", "int64"], "input lengths is int64, but must be int32"),
+        (CONVOLUTION, ["int32", "int32", "int32"], "input x is int32, but must be one of float16"),
+        (DELTA, [*["float16"] * 6, "int32"], "input log_decay is float16, but must be float32"),
+        (
+            DELTA,
+            ["float16", "float16", "float16", "float32", "float16", "float16", "int32"],
+            "input initial_state is float16, but must be float32",
+        ),
+        (
+            DELTA,
+            ["float16", "float16", "float16", "float32", "float32", "float32", "int32"],
+            "input beta is float32, but q is float16; q, k, v, beta of a node must have one dtype",
+        ),
     ],
 )
-def test_a_dtype_that_does_not_fit_names_the_input(dtypes, words):
+def test_a_dtype_that_does_not_fit_names_the_input(spec, dtypes, words):
     with pytest.raises(DTypeError, match=words):
-        contract.check_dtypes(CONVOLUTION, dtypes)
+        contract.check_dtypes(spec, dtypes)
 
 
 def test_an_unknown_choice_is_refused():

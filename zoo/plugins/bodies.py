@@ -17,17 +17,27 @@ from onnx import parser
 
 from zoo.errors import ConfigError
 from zoo.plugins.onnx_schema import PLUGIN_ATTRIBUTES
-from zoo.plugins.spec import CAUSAL_SHORT_CONV, DOMAIN, GATED_BIDIRECTIONAL_LINEAR_ATTENTION, OpSpec
+from zoo.plugins.spec import (
+    CAUSAL_SHORT_CONV,
+    DOMAIN,
+    GATED_BIDIRECTIONAL_LINEAR_ATTENTION,
+    GATED_DELTA_RULE,
+    OpSpec,
+)
 
 STRUCTURAL = {
     CAUSAL_SHORT_CONV.name: ("activation",),
     GATED_BIDIRECTIONAL_LINEAR_ATTENTION.name: ("key_gate", "gated_norm"),
+    GATED_DELTA_RULE.name: ("normalize",),
 }
 """Attributes that choose which operators a body consists of. Others are read by the body when it runs."""
 
 _FLOAT, _INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
 _LOWEST = "-3.4028234e38"
+
+_KEY_NORM_EPS = "1e-6"
+"""Under the root of the norm of queries and keys, from the formulas of ``zoo.kernels.gated_delta_rule``."""
 
 
 def structural_attributes(spec: OpSpec, attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +230,73 @@ def _columns(parts: list[str]) -> str:
     return "\n".join(lines)
 
 
+def _gated_delta_rule(attributes: Mapping[str, Any]) -> str:
+    """Scan over positions: forget, compare with the value, write, read. T counts positions, R is T + 1.
+
+    At padding nothing is forgotten, written or read. One such position is added, because neither ONNX Runtime nor the
+    reference evaluator scans over none. Row vectors are [1, V], so that products with the state are matrix products.
+    """
+    normalize = bool(attributes["normalize"])
+    return f"""
+        {_valid_positions("q")}
+        axis_3 = Constant <value_ints = [3]> ()
+        norm_eps = Constant <value_float = {_KEY_NORM_EPS}> ()
+        scale = Constant <value_float: float = @scale> ()
+        valid_BT11 = Unsqueeze (valid_BL1, axis_3)
+        log_decay_BTH1 = Unsqueeze (log_decay, axis_3)
+        beta_BTH1 = Unsqueeze (beta, axis_3)
+        {_positions_first("q", "q", normalize)}
+        {_positions_first("k", "k", normalize)}
+        {_positions_first("v", "v")}
+        {_positions_first("log_decay", "log_decay_BTH1")}
+        {_positions_first("beta", "beta_BTH1")}
+        a_RBH11 = Exp (log_decay_RBH1X)
+        k_RBHK1 = Transpose <perm = [0, 1, 2, 4, 3]> (k_RBH1X)
+
+        final_state, o_RBH1V = Scan <num_scan_inputs = 6, body = position (
+            float[] before_BHKV, float[] q_BH1K, float[] k_BH1K, float[] k_BHK1, float[] v_BH1V, float[] a_BH11,
+            float[] beta_BH11
+        ) => (float[] after_BHKV, float[] read_BH1V) {{
+            forgotten_BHKV = Mul (a_BH11, before_BHKV)
+            said_BH1V = MatMul (k_BH1K, forgotten_BHKV)
+            error_BH1V = Sub (v_BH1V, said_BH1V)
+            write_BH1V = Mul (beta_BH11, error_BH1V)
+            written_BHKV = Mul (k_BHK1, write_BH1V)
+            after_BHKV = Add (forgotten_BHKV, written_BHKV)
+            read_BH1V = MatMul (q_BH1K, after_BHKV)
+        }}> (initial_state, q_RBH1X, k_RBH1X, k_RBHK1, v_RBH1X, a_RBH11, beta_RBH1X)
+
+        o_THB1V = Slice (o_RBH1V, axis_0, length_1, axis_0)
+        o_BTH1V = Transpose <perm = [1, 0, 2, 3, 4]> (o_THB1V)
+        o_unscaled_BTHV = Squeeze (o_BTH1V, axis_3)
+        o_any_BTHV = Mul (scale, o_unscaled_BTHV)
+        o_float_BTHV = Where (valid_BT11, o_any_BTHV, zero)
+        o = CastLike (o_float_BTHV, q)
+    """
+
+
+def _positions_first(name: str, x: str, normalize: bool = False) -> str:
+    """Write ``<name>_RBH1X`` in float32 from ``x`` [B, T, H, X], zero at padding and at the position added to it."""
+    norm = f"""
+        {name}_square_BTHX = Mul ({name}_clean_BTHX, {name}_clean_BTHX)
+        {name}_sum_BTH1 = ReduceSum <keepdims = 1> ({name}_square_BTHX, axis_3)
+        {name}_radicand_BTH1 = Add ({name}_sum_BTH1, norm_eps)
+        {name}_root_BTH1 = Sqrt ({name}_radicand_BTH1)
+        {name}_ready_BTHX = Div ({name}_clean_BTHX, {name}_root_BTH1)
+    """
+    return f"""
+        {name}_float_BTHX = Cast <to = {_FLOAT}> ({x})
+        {name}_clean_BTHX = Where (valid_BT11, {name}_float_BTHX, zero)
+        {norm if normalize else f"{name}_ready_BTHX = Identity ({name}_clean_BTHX)"}
+        {name}_TBHX = Transpose <perm = [1, 0, 2, 3]> ({name}_ready_BTHX)
+        {name}_TBH1X = Unsqueeze ({name}_TBHX, axis_3)
+        {name}_after = Constant <value_ints = [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]> ()
+        {name}_RBH1X = Pad ({name}_TBH1X, {name}_after)
+    """
+
+
 _WRITERS = {
     CAUSAL_SHORT_CONV.name: _causal_short_conv,
     GATED_BIDIRECTIONAL_LINEAR_ATTENTION.name: _gated_bidirectional_linear_attention,
+    GATED_DELTA_RULE.name: _gated_delta_rule,
 }

@@ -10,7 +10,13 @@ PLUGIN_ATTRIBUTES = ("plugin_namespace", "plugin_version")
 """String attributes that every ``zoo`` node carries; only TensorRT's parser reads them, to find the plugin."""
 
 _Schema = defs.OpSchema
-_ONNX_TYPES = {"float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)", "float32": "tensor(float)"}
+_ONNX_TYPES = {
+    "T": "T",
+    "float16": "tensor(float16)",
+    "bfloat16": "tensor(bfloat16)",
+    "float32": "tensor(float)",
+    "int32": "tensor(int32)",
+}
 _ATTRIBUTE_TYPES = {
     "int": _Schema.AttrType.INT,
     "bool": _Schema.AttrType.INT,
@@ -54,7 +60,7 @@ def plugin_attributes(spec: OpSpec) -> dict[str, str]:
 
 
 def _parameter(name: str, dtype: str, shape: tuple[str, ...]) -> defs.OpSchema.FormalParameter:
-    return _Schema.FormalParameter(name, "T" if dtype == "T" else f"tensor({dtype})", f"[{', '.join(shape)}]")
+    return _Schema.FormalParameter(name, _ONNX_TYPES[dtype], f"[{', '.join(shape)}]")
 
 
 def _describe(attribute: AttributeSpec) -> str:

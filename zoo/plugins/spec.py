@@ -17,7 +17,7 @@ DOMAIN = "zoo"
 """ONNX domain, torch.library namespace and TensorRT plugin namespace of every custom op."""
 
 FLOATS = ("float16", "bfloat16", "float32")
-"""Dtypes that a floating input or output may have in a graph; all floating tensors of a node share one."""
+"""Dtypes that the ``"T"`` tensors of a node may have in a graph; they share one."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,15 @@ class TensorRule:
 
     Attributes:
         name: as in the PyTorch schema and the ONNX schema.
-        dtype: ``"T"`` for the node's floating dtype, or ``"int32"``.
+        dtype: ``"T"`` for the node's floating dtype, ``"float32"`` or ``"int32"`` for one that never changes.
         shape: one letter a dimension; equal letters are equal sizes within a node.
+        optional: PyTorch takes None for it, which is zeros; nodes always have it.
     """
 
     name: str
     dtype: str
     shape: tuple[str, ...]
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,15 @@ class OpSpec:
     attributes: tuple[AttributeSpec, ...]
     summary: str
     fixed_sizes: Callable[[Mapping[str, Any]], dict[str, int]] = lambda attributes: {}
+
+    @property
+    def size_sources(self) -> dict[str, tuple[int, int]]:
+        """The first (input, axis) that has each letter, looked for in inputs that are always given."""
+        places: dict[str, tuple[int, int]] = {}
+        for index, rule in enumerate(self.inputs):
+            for axis, letter in enumerate(() if rule.optional else rule.shape):
+                places.setdefault(letter, (index, axis))
+        return places
 
 
 def _attention_sizes(attributes: Mapping[str, Any]) -> dict[str, int]:
@@ -117,7 +128,29 @@ GATED_BIDIRECTIONAL_LINEAR_ATTENTION = OpSpec(
     fixed_sizes=_attention_sizes,
 )
 
-OPS = {spec.name: spec for spec in (CAUSAL_SHORT_CONV, GATED_BIDIRECTIONAL_LINEAR_ATTENTION)}
+GATED_DELTA_RULE = OpSpec(
+    name="GatedDeltaRule",
+    torch_name="gated_delta_rule",
+    version=1,
+    inputs=(
+        TensorRule("q", "T", ("B", "T", "H", "K")),
+        TensorRule("k", "T", ("B", "T", "H", "K")),
+        TensorRule("v", "T", ("B", "T", "H", "V")),
+        # Logarithms add up over a history, so their rounding would too.
+        TensorRule("log_decay", "float32", ("B", "T", "H")),
+        TensorRule("beta", "T", ("B", "T", "H")),
+        TensorRule("initial_state", "float32", ("B", "H", "K", "V"), optional=True),
+        TensorRule("lengths", "int32", ("B",)),
+    ),
+    outputs=(
+        TensorRule("o", "T", ("B", "T", "H", "V")),
+        TensorRule("final_state", "float32", ("B", "H", "K", "V")),
+    ),
+    attributes=(AttributeSpec("scale", "float"), AttributeSpec("normalize", "bool")),
+    summary="Gated delta rule over a ragged batch: a decaying memory that keys overwrite and queries read.",
+)
+
+OPS = {spec.name: spec for spec in (CAUSAL_SHORT_CONV, GATED_BIDIRECTIONAL_LINEAR_ATTENTION, GATED_DELTA_RULE)}
 
 
 def op_spec(name: str) -> OpSpec:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The backward kernels: a walk back over the chunks for the gradients of states and values, then all others in parallel.
+"""The backward kernels: a walk back over the chunks for the gradients of states and values, then all others at once.
 
 With G the gradient of the state after a chunk and the names of the package docstring, P_ij = D_ij q_i.k_j, and
 M_ij = D_ij k_i.k_j for i > j:

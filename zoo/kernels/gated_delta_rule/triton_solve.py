@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What a chunk's writes need before the state is known: T diag(b), with T the inverse of a unit lower triangular matrix.
+"""What a chunk's writes need before the state is known: T diag(b), T the inverse of a unit lower triangular matrix.
 
     I + A,  A_ij = b_i D_ij k_i.k_j for i > j           T = (I + A)^-1
 
@@ -8,8 +8,8 @@ One program inverts one chunk by blocks. Where L is lower triangular with diagon
     [P 0; R Q]^-1 = [P^-1 0; -Q^-1 R P^-1 Q^-1]
 
 so an inverse of blocks of twice the size is two products. Blocks grow from 1 to 16 in place, as X - X R X with X the
-inverse of the block diagonal, then to 32 and 64 with the blocks in tensors of their own. Each step is a substitution: no
-powers of A, which would overflow their precision where keys repeat.
+inverse of the block diagonal, then to 32 and 64 with the blocks in tensors of their own. Each step is a substitution:
+no powers of A, which would overflow their precision where keys repeat.
 """
 
 from __future__ import annotations

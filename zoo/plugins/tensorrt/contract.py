@@ -31,6 +31,7 @@ def checked_attributes(spec: OpSpec, values: Mapping[str, Any]) -> dict[str, Any
 def check_dtypes(spec: OpSpec, dtypes: Sequence[str]) -> None:
     """Raise DTypeError, naming the input, unless the inputs have the dtypes that the spec gives them."""
     first_float: tuple[str, str] | None = None
+    shared = ", ".join(rule.name for rule in spec.inputs if rule.dtype == "T")
     for rule, dtype in zip(spec.inputs, dtypes, strict=True):
         if rule.dtype != "T":
             if dtype != rule.dtype:
@@ -44,7 +45,7 @@ def check_dtypes(spec: OpSpec, dtypes: Sequence[str]) -> None:
         elif dtype != first_float[1]:
             raise DTypeError(
                 f"{DOMAIN}.{spec.name}: input {rule.name} is {dtype}, but {first_float[0]} is {first_float[1]}; "
-                f"all floating inputs of a node must have one dtype"
+                f"{shared} of a node must have one dtype"
             )
 
 
@@ -76,10 +77,7 @@ def bind_sizes(spec: OpSpec, attributes: Mapping[str, Any], shapes: Sequence[Seq
 
 def output_sources(spec: OpSpec, output: int) -> list[tuple[int, int] | None]:
     """Return, for each dimension of an output, the (input, axis) that it equals; None where attributes fix it."""
-    places: dict[str, tuple[int, int]] = {}
-    for index, rule in enumerate(spec.inputs):
-        for axis, letter in enumerate(rule.shape):
-            places.setdefault(letter, (index, axis))
+    places = spec.size_sources
     return [places.get(letter) for letter in spec.outputs[output].shape]
 
 
