@@ -54,8 +54,8 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
         yield _build(name, triton_backward.walk_back_kernel, dtype, constants, back.num_warps, back.num_stages)
     gradients = parameters.gradients_config(key_dim, value_dim, dtype, capability)
     constants = {
-        "K": key_dim, "V": value_dim, "BLOCK_V": gradients.block_v, "NORMALIZE": True,
-        "PRECISION": parameters.dot_precision(dtype),
+        "K": key_dim, "K_PADDED": max(key_dim, parameters.FEWEST_COLUMNS), "V": value_dim,
+        "BLOCK_V": gradients.block_v, "NORMALIZE": True, "PRECISION": parameters.dot_precision(dtype),
     }  # fmt: skip
     name = f"gated_delta gradients {where}"
     yield _build(name, triton_backward.gradients_kernel, dtype, constants, gradients.num_warps, 1)

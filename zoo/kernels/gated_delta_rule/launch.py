@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zoo.kernels.gated_delta_rule.parameters import (
     CHUNK,
+    FEWEST_COLUMNS,
     HEAD_DIMS,
     GradientsConfig,
     SolveConfig,
@@ -167,7 +168,8 @@ def backward(
                 gradients_kernel[(batch * heads * chunks,)](
                     q, k, v, grad_o, dv, *solved, states, grad_states, lengths, dq, dk, dlog_decay, dbeta,
                     length, heads, chunks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale,
-                    **sizes, BLOCK_V=parallel.block_v, num_warps=parallel.num_warps,
+                    **sizes, K_PADDED=max(key_dim, FEWEST_COLUMNS), BLOCK_V=parallel.block_v,
+                    num_warps=parallel.num_warps, **parallel.limit(),
                 )  # fmt: skip
     gates = dlog_decay.to(inputs.log_decay.dtype), dbeta.to(inputs.beta.dtype)
     return Inputs(dq, dk, dv, *gates, grad_initial)

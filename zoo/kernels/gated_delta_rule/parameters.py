@@ -8,6 +8,9 @@ import torch
 
 CHUNK = 64
 HEAD_DIMS = (16, 32, 64, 128, 256)
+FEWEST_COLUMNS = 64
+"""What the kernel of the gradients pads narrower heads to: with 32 columns Triton 3.6 on Hopper gave wrong results with 4
+warps and read outside its memory with 8 (2026-11-30)."""
 
 
 class SolveConfig(NamedTuple):
@@ -26,10 +29,15 @@ class WalkConfig(NamedTuple):
 
 
 class GradientsConfig(NamedTuple):
-    """Of the kernel that writes a chunk's gradients: values at a time, warps."""
+    """Of the kernel that writes a chunk's gradients: values at a time, warps, most registers of a thread (0: any)."""
 
     block_v: int
     num_warps: int
+    max_registers: int = 0
+
+    def limit(self) -> dict[str, int]:
+        """Return the launch option that limits registers."""
+        return {"maxnreg": self.max_registers} if self.max_registers else {}
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -44,7 +52,7 @@ def solve_precision(dtype: torch.dtype) -> str:
 
 def solve_config(key_dim: int, dtype: torch.dtype, capability: int) -> SolveConfig:
     """Return the parameters of the inverse."""
-    return SolveConfig(4)
+    return SolveConfig(4 if dtype == torch.float32 else 1)
 
 
 def walk_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> WalkConfig:
@@ -52,8 +60,8 @@ def walk_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: in
     block_v = min(value_dim, 64)
     if dtype == torch.float32:
         return WalkConfig(min(block_v, 32), 4, 1, False)
-    tma = capability >= 90 and key_dim <= 256
-    return WalkConfig(block_v, 8 if key_dim == 256 else 4, 2 if key_dim <= 128 else 1, tma)
+    stages = 3 if key_dim <= 64 else 2 if key_dim == 128 else 1
+    return WalkConfig(block_v, 8 if key_dim == 256 else 4, stages, capability >= 90)
 
 
 def walk_back_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> WalkConfig:
@@ -63,6 +71,4 @@ def walk_back_config(key_dim: int, value_dim: int, dtype: torch.dtype, capabilit
 
 def gradients_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> GradientsConfig:
     """Return the parameters of the kernel of the other gradients."""
-    if dtype == torch.float32:
-        return GradientsConfig(min(value_dim, 32), 8)
-    return GradientsConfig(min(value_dim, 64), 8)
+    return GradientsConfig(FEWEST_COLUMNS, 4)

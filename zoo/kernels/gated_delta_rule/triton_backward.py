@@ -30,12 +30,11 @@ import triton.language as tl
 from zoo.kernels.gated_delta_rule.triton_tiles import (
     chunk_decays,
     inverse_norm,
-    load_rows,
     load_tile,
     pair_decay,
     row_length,
-    store_rows,
     store_tile,
+    wide,
 )
 from zoo.kernels.gated_delta_rule.triton_walk import load_inverse
 
@@ -135,12 +134,39 @@ def walk_back_kernel(
     tl.store(grad_initial + cells_VK, g_VK)
 
 
+@triton.jit
+def _load(
+    x, t, end, stride, ROWS: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr, AGAIN: tl.constexpr
+):  # fmt: skip
+    """Load [ROWS, PADDED], zeros from row ``end`` on and from column W on; AGAIN forbids to reuse an earlier load."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, PADDED)
+    pointers = x + wide(t) * stride + (rows[:, None] * stride + columns[None, :])
+    mask = (t + rows < end)[:, None]
+    if W < PADDED:
+        mask = mask & (columns < W)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0, volatile=AGAIN)
+
+
+@triton.jit
+def _store(x, tile, t, end, stride, ROWS: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr):
+    """Store the first W columns of [ROWS, PADDED], nothing from row ``end`` on."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, PADDED)
+    pointers = x + wide(t) * stride + (rows[:, None] * stride + columns[None, :])
+    mask = (t + rows < end)[:, None]
+    if W < PADDED:
+        mask = mask & (columns < W)[None, :]
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=("length", "heads", "chunks"))
 def gradients_kernel(
     q, k, v, grad_o, dv, inverse, gates, norms, states, grad_states, lengths, dq, dk, dlog_decay, dbeta,
     length, heads, chunks, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
     stride_vh, scale,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dq, dk [B, T, H, K] and dlog_decay, dbeta [B, T, H] float32 of one chunk of one row and head."""
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
@@ -160,9 +186,9 @@ def gradients_kernel(
     vector = (row.to(tl.int64) * length + t + positions) * heads + head
     inside_C = t + positions < length
     if t >= end:
-        zeros_CK = tl.zeros([C, K], dtype)
-        store_rows(dq, zeros_CK, t, length, stride_dt, C, K)
-        store_rows(dk, zeros_CK, t, length, stride_dt, C, K)
+        zeros_CK = tl.zeros([C, K_PADDED], dtype)
+        _store(dq, zeros_CK, t, length, stride_dt, C, K, K_PADDED)
+        _store(dk, zeros_CK, t, length, stride_dt, C, K, K_PADDED)
         tl.store(dlog_decay + vector, tl.zeros([C], tl.float32), mask=inside_C)
         tl.store(dbeta + vector, tl.zeros([C], tl.float32), mask=inside_C)
         return
@@ -173,85 +199,106 @@ def gradients_kernel(
     stride_ot = heads * V
     grad_o += row.to(tl.int64) * length * stride_ot + head * V
     dv += row.to(tl.int64) * length * stride_ot + head * V
-    q_CK = load_rows(q, t, end, stride_qt, C, K)
-    k_CK = load_rows(k, t, end, stride_kt, C, K)
+    q_CK = _load(q, t, end, stride_qt, C, K, K_PADDED, False)
+    k_CK = _load(k, t, end, stride_kt, C, K, K_PADDED, False)
     gates_C = tl.load(gates + place * C + positions)
     from_start_C, to_end_C, whole = chunk_decays(gates_C, C, EXACT)
-    decay_CC = pair_decay(gates_C, C, EXACT)
     norm_C = tl.full([C], 1.0, tl.float32)
     q_norm_C = tl.full([C], 1.0, tl.float32)
     if NORMALIZE:
         norm_C = tl.load(norms + place * C + positions)
         q_norm_C = inverse_norm(q_CK)
     later = positions[:, None] > positions[None, :]
-    inverse_CC = load_inverse(inverse, inverse, place, C, False)
+    decay_CC = pair_decay(gates_C, C, EXACT)
     p_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * decay_CC
-    p_CC *= (q_norm_C * scale)[:, None] * norm_C[None, :]
+    p_CC = (p_CC * (q_norm_C * scale)[:, None] * norm_C[None, :]).to(dtype)
     m_CC = tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION) * norm_C[:, None] * norm_C[None, :]
-    m_CC = tl.where(later, m_CC * decay_CC, 0.0)
-    p_lo_CC = p_CC.to(dtype)
-    m_lo_CC = m_CC.to(dtype)
+    m_CC = tl.where(later, m_CC * decay_CC, 0.0).to(dtype)
+
+    # First what stays within a block of values, and the sums of dP and dM. Tiles that serve a product and, much later,
+    # something else are loaded twice: in between they would occupy registers.
     dp_CC = tl.zeros([C, C], tl.float32)
     dm_CC = tl.zeros([C, C], tl.float32)
-    dq_CK = tl.zeros([C, K], tl.float32)
-    dk_CK = tl.zeros([C, K], tl.float32)
     dg_C = tl.zeros([C], tl.float32)
     db_C = tl.zeros([C], tl.float32)
     after_C = tl.zeros([C], tl.float32)
     dlast = 0.0
+    states += place * K * V
+    grad_states += place * K * V
+    inverse_CC = load_inverse(inverse, inverse, place, C, False)
     for first in tl.static_range(0, V, BLOCK_V):
-        cells_VK = (first + tl.arange(0, BLOCK_V))[:, None] * K + tl.arange(0, K)[None, :]
-        s_VK = tl.load(states + place * K * V + cells_VK)
-        g_VK = tl.load(grad_states + place * K * V + cells_VK)
-        v_CV = load_rows(v + first, t, end, stride_vt, C, BLOCK_V)
-        do_CV = load_rows(grad_o + first, t, end, stride_ot, C, BLOCK_V)
-        dv_CV = load_rows(dv + first, t, end, stride_ot, C, BLOCK_V)
-        told_CV = tl.dot(k_CK, tl.trans(s_VK), input_precision=PRECISION) * (from_start_C * norm_C)[:, None]
-        x_CV = v_CV.to(tl.float32) - told_CV
-        u_CV = tl.dot(inverse_CC, x_CV.to(dtype), input_precision=PRECISION)
-        u_lo_CV = u_CV.to(dtype)
-        dp_CC = tl.dot(do_CV, tl.trans(u_lo_CV), dp_CC, input_precision=PRECISION)
-        dm_CC = tl.dot(dv_CV, tl.trans(u_lo_CV), dm_CC, input_precision=PRECISION)
-        e_CV = x_CV - tl.dot(m_lo_CC, u_lo_CV, input_precision=PRECISION)
-        after_CV = tl.dot(k_CK, tl.trans(g_VK), input_precision=PRECISION) * (to_end_C * norm_C)[:, None]
-        dx_CV = tl.dot(tl.trans(p_lo_CC), do_CV, after_CV, input_precision=PRECISION)
-        dx_CV -= tl.dot(tl.trans(m_lo_CC), dv_CV, input_precision=PRECISION)
-        db_C += tl.sum(dx_CV * e_CV, 1)
-        after_C += tl.sum(after_CV * u_CV, 1)
-        dg_C -= tl.sum(dv_CV.to(tl.float32) * told_CV, 1)
+        s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, False)
+        g_VK = _load(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, False)
         dlast += tl.sum(tl.sum(s_VK.to(tl.float32) * g_VK.to(tl.float32), 1), 0)
-        dq_CK = tl.dot(do_CV, s_VK, dq_CK, input_precision=PRECISION)
-        dk_CK = tl.dot((u_CV * to_end_C[:, None]).to(dtype), g_VK, dk_CK, input_precision=PRECISION)
-        read_CV = (dv_CV.to(tl.float32) * -from_start_C[:, None]).to(dtype)
-        dk_CK = tl.dot(read_CV, s_VK, dk_CK, input_precision=PRECISION)
-    # dP and dM so far lack scale and sign.
-    dq_CK *= (from_start_C * scale)[:, None]
-    q_float_CK = q_CK.to(tl.float32) * q_norm_C[:, None]
-    dg_C += tl.sum(q_float_CK * dq_CK, 1)
-    pairs_CC = dp_CC * p_CC - dm_CC * m_CC
-    # Of the gates that a pair of positions sees, the first counts down; on the diagonal both are one and cancel.
-    pairs_CC = tl.where(later, pairs_CC, 0.0)
+        s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+        told_CV = tl.dot(k_CK, tl.trans(s_VK), input_precision=PRECISION) * (from_start_C * norm_C)[:, None]
+        dv_CV = _load(dv + first, t, end, stride_ot, C, V - first, BLOCK_V, False)
+        dg_C -= tl.sum(dv_CV.to(tl.float32) * told_CV, 1)
+        x_CV = _load(v + first, t, end, stride_vt, C, V - first, BLOCK_V, False).to(tl.float32) - told_CV
+        u_CV = tl.dot(inverse_CC, x_CV.to(dtype), input_precision=PRECISION).to(dtype)
+        x_CV -= tl.dot(m_CC, u_CV, input_precision=PRECISION)
+        g_VK = _load(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+        dx_CV = tl.dot(k_CK, tl.trans(g_VK), input_precision=PRECISION) * (to_end_C * norm_C)[:, None]
+        after_C += tl.sum(dx_CV * u_CV.to(tl.float32), 1)
+        do_CV = _load(grad_o + first, t, end, stride_ot, C, V - first, BLOCK_V, False)
+        dx_CV = tl.dot(tl.trans(p_CC), do_CV, dx_CV, input_precision=PRECISION)
+        dx_CV -= tl.dot(tl.trans(m_CC), dv_CV, input_precision=PRECISION)
+        db_C += tl.sum(dx_CV * x_CV, 1)
+        dp_CC = tl.dot(do_CV, tl.trans(u_CV), dp_CC, input_precision=PRECISION)
+        dm_CC = tl.dot(dv_CV, tl.trans(u_CV), dm_CC, input_precision=PRECISION)
+    # dP and dM so far lack scale and sign. Of the gates that a pair of positions sees, the first counts down; on the
+    # diagonal both are one and cancel.
+    pairs_CC = tl.where(later, dp_CC * p_CC.to(tl.float32) - dm_CC * m_CC.to(tl.float32), 0.0)
     dg_C += tl.sum(pairs_CC, 1) - tl.sum(pairs_CC, 0)
-    dqk_CC = dp_CC * decay_CC * scale
-    dkk_CC = tl.where(later, -dm_CC * decay_CC, 0.0)
-    dqk_q_CC = (dqk_CC * q_norm_C[:, None]).to(dtype)
-    dkk_i_CC = (dkk_CC * norm_C[:, None]).to(dtype)
-    dqk_k_CC = (dqk_CC * norm_C[None, :]).to(dtype)
-    dkk_j_CC = (dkk_CC * norm_C[None, :]).to(dtype)
-    dq_CK = tl.dot(dqk_k_CC, k_CK, dq_CK, input_precision=PRECISION)
-    dk_CK = tl.dot(tl.trans(dqk_q_CC), q_CK, dk_CK, input_precision=PRECISION)
-    dk_CK = tl.dot(dkk_j_CC, k_CK, dk_CK, input_precision=PRECISION)
-    dk_CK = tl.dot(tl.trans(dkk_i_CC), k_CK, dk_CK, input_precision=PRECISION)
+    decay_CC = pair_decay(tl.load(gates + place * C + positions, volatile=True), C, EXACT)
+    dp_CC *= decay_CC * scale
+    dm_CC = tl.where(later, -dm_CC * decay_CC, 0.0)
+    dp_k_CC = (dp_CC * norm_C[None, :]).to(dtype)
+    dp_q_CC = (dp_CC * q_norm_C[:, None]).to(dtype)
+    dm_i_CC = (dm_CC * norm_C[:, None]).to(dtype)
+    dm_j_CC = (dm_CC * norm_C[None, :]).to(dtype)
+
+    # Then the sums over all values, one after the other.
+    dq_CK = tl.zeros([C, K_PADDED], tl.float32)
+    for first in tl.static_range(0, V, BLOCK_V):
+        if V > BLOCK_V:
+            do_CV = _load(grad_o + first, t, end, stride_ot, C, V - first, BLOCK_V, False)
+            s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+        dq_CK = tl.dot(do_CV, s_VK, dq_CK, input_precision=PRECISION)
+    dq_CK *= (from_start_C * scale)[:, None]
+    q_float_CK = _load(q, t, end, stride_qt, C, K, K_PADDED, True).to(tl.float32) * q_norm_C[:, None]
+    dg_C += tl.sum(q_float_CK * dq_CK, 1)
+    dq_CK = tl.dot(dp_k_CC, k_CK, dq_CK, input_precision=PRECISION)
     if NORMALIZE:
-        k_float_CK = k_CK.to(tl.float32) * norm_C[:, None]
         dq_CK = (dq_CK - q_float_CK * tl.sum(q_float_CK * dq_CK, 1)[:, None]) * q_norm_C[:, None]
+    _store(dq, dq_CK, t, length, stride_dt, C, K, K_PADDED)
+    dk_CK = tl.zeros([C, K_PADDED], tl.float32)
+    for first in tl.static_range(0, V, BLOCK_V):
+        if V > BLOCK_V:
+            dv_CV = _load(dv + first, t, end, stride_ot, C, V - first, BLOCK_V, False)
+            s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+        dk_CK = tl.dot(dv_CV, s_VK, dk_CK, input_precision=PRECISION)
+    dk_CK *= -from_start_C[:, None]
+    for first in tl.static_range(0, V, BLOCK_V):
+        if V > BLOCK_V:
+            s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+            told_CV = tl.dot(k_CK, tl.trans(s_VK), input_precision=PRECISION) * (from_start_C * norm_C)[:, None]
+            x_CV = _load(v + first, t, end, stride_vt, C, V - first, BLOCK_V, True).to(tl.float32) - told_CV
+            u_CV = tl.dot(inverse_CC, x_CV.to(dtype), input_precision=PRECISION).to(dtype)
+            g_VK = _load(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+        kept_CV = (u_CV.to(tl.float32) * to_end_C[:, None]).to(dtype)
+        dk_CK = tl.dot(kept_CV, g_VK, dk_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(tl.trans(dp_q_CC), q_CK, dk_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(dm_j_CC, k_CK, dk_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(tl.trans(dm_i_CC), k_CK, dk_CK, input_precision=PRECISION)
+    if NORMALIZE:
+        k_float_CK = _load(k, t, end, stride_kt, C, K, K_PADDED, True).to(tl.float32) * norm_C[:, None]
         dk_CK = (dk_CK - k_float_CK * tl.sum(k_float_CK * dk_CK, 1)[:, None]) * norm_C[:, None]
+    _store(dk, dk_CK, t, length, stride_dt, C, K, K_PADDED)
     dg_C += tl.where(positions == C - 1, whole * dlast, 0.0)
     valid_C = t + positions < end
     # What the write at j leaves in the state after the chunk sees the decays after j: a sum over earlier writes.
     dlog_a_C = tl.cumsum(dg_C, 0, reverse=True) + (tl.cumsum(after_C, 0) - after_C)
     dlog_a_C = tl.where(valid_C, dlog_a_C, 0.0)
-    store_rows(dq, dq_CK, t, length, stride_dt, C, K)
-    store_rows(dk, dk_CK, t, length, stride_dt, C, K)
     tl.store(dlog_decay + vector, dlog_a_C, mask=inside_C)
     tl.store(dbeta + vector, tl.where(valid_C, db_C, 0.0), mask=inside_C)
