@@ -12,8 +12,14 @@ from zoo.kernels.launch import TRITON_TYPE, KernelBuild
 
 _WIDTHS = ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (64, 128))
 _FLOAT32 = (
-    "log_decay", "gates", "norms", "initial", "final", "grad_final", "grad_initial", "dlog_decay", "dbeta",
+    "log_decay", "gates", "norms", "initial", "final", "grad_final", "grad_initial", "dlog_decay", "dbeta", "sums",
+    "transitions", "first",
 )  # fmt: skip
+
+
+_SIZES = ("length", "heads", "chunks", "segments", "segment_chunks")
+_WRITTEN_BY = {"o_desc": ("MODE", "output"), "dv_desc": ("OUTPUT", True)}
+"""Descriptors that only some kernels have."""
 
 
 def builds(capability: int) -> list[KernelBuild]:
@@ -27,7 +33,7 @@ def builds(capability: int) -> list[KernelBuild]:
 
 
 def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> Iterator[KernelBuild]:
-    from zoo.kernels.gated_delta_rule import triton_backward, triton_solve, triton_walk
+    from zoo.kernels.gated_delta_rule import triton_backward, triton_solve, triton_step, triton_walk
 
     where = f"{TRITON_TYPE[dtype]} K{key_dim} V{value_dim}"
     solve = parameters.solve_config(key_dim, dtype, capability)
@@ -36,22 +42,32 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
         constants = {"K": key_dim, "NORMALIZE": True, **precisions}
         yield _build(f"gated_delta solve {where}", triton_solve.solve_kernel, dtype, constants, solve.num_warps, 1)
     walk = parameters.walk_config(key_dim, value_dim, dtype, capability)
+    for mode in ("output", "states", "sum", "transition"):
+        for tma in {False, walk.tma}:
+            values = key_dim if mode == "transition" else value_dim
+            constants = {
+                "K": key_dim, "V": values, "BLOCK_V": min(walk.block_v, values), "NORMALIZE": True, "INITIAL": True,
+                "TMA": tma, "MODE": mode, "PRECISION": parameters.dot_precision(dtype), "STAGES": walk.num_stages,
+            }  # fmt: skip
+            name = f"gated_delta walk {mode} {where}{' tma' if tma else ''}"
+            yield _build(name, triton_walk.walk_kernel, dtype, constants, walk.num_warps, walk.num_stages)
+    for back in (False, True):
+        constants = {
+            "K": key_dim, "V": value_dim, "BLOCK_V": min(value_dim, 16), "INITIAL": True, "BACK": back,
+        }  # fmt: skip
+        yield _build(f"gated_delta scan {where}", triton_walk.scan_kernel, dtype, constants, 4, 1)
+    step = parameters.step_config(key_dim, value_dim)
+    constants = {"K": key_dim, "V": value_dim, "BLOCK_V": step.block_v, "NORMALIZE": True, "INITIAL": True}
+    yield _build(f"gated_delta step {where}", triton_step.step_kernel, dtype, constants, step.num_warps, 1)
+    walk = parameters.walk_back_config(key_dim, value_dim, dtype, capability)
     for output in (True, False):
         for tma in {False, walk.tma}:
             constants = {
-                "K": key_dim, "V": value_dim, "BLOCK_V": walk.block_v, "NORMALIZE": True, "INITIAL": True, "TMA": tma,
+                "K": key_dim, "V": value_dim, "BLOCK_V": walk.block_v, "NORMALIZE": True, "FINAL": True, "TMA": tma,
                 "OUTPUT": output, "PRECISION": parameters.dot_precision(dtype), "STAGES": walk.num_stages,
             }  # fmt: skip
-            name = f"gated_delta {'walk' if output else 'states'} {where}{' tma' if tma else ''}"
-            yield _build(name, triton_walk.walk_kernel, dtype, constants, walk.num_warps, walk.num_stages)
-    back = parameters.walk_back_config(key_dim, value_dim, dtype, capability)
-    for tma in {False, back.tma}:
-        constants = {
-            "K": key_dim, "V": value_dim, "BLOCK_V": back.block_v, "NORMALIZE": True, "FINAL": True, "TMA": tma,
-            "PRECISION": parameters.dot_precision(dtype), "STAGES": back.num_stages,
-        }  # fmt: skip
-        name = f"gated_delta walk back {where}{' tma' if tma else ''}"
-        yield _build(name, triton_backward.walk_back_kernel, dtype, constants, back.num_warps, back.num_stages)
+            name = f"gated_delta walk back {'output' if output else 'sum'} {where}{' tma' if tma else ''}"
+            yield _build(name, triton_backward.walk_back_kernel, dtype, constants, walk.num_warps, walk.num_stages)
     gradients = parameters.gradients_config(key_dim, value_dim, dtype, capability)
     constants = {
         "K": key_dim, "K_PADDED": max(key_dim, parameters.FEWEST_COLUMNS), "V": value_dim,
@@ -70,13 +86,13 @@ def _build(
     for argument in kernel.arg_names:
         if argument in constants:
             continue
-        if argument.startswith("stride") or argument in ("length", "heads", "chunks"):
+        if argument.startswith("stride") or argument in _SIZES:
             signature[argument] = "i32"
         elif argument == "scale":
             signature[argument] = "fp32"
         elif argument == "lengths":
             signature[argument] = "*i32"
-        elif argument.endswith("_desc") and constants["TMA"] and (argument != "o_desc" or constants["OUTPUT"]):
+        elif argument.endswith("_desc") and constants["TMA"] and _has(argument, constants):
             width = constants[widths[argument]] if argument in widths else parameters.CHUNK
             signature[argument] = f"tensordesc<{io}[{parameters.CHUNK}, {width}]>"
         else:
@@ -85,3 +101,8 @@ def _build(
         name for name in signature if name.startswith("stride_") and name[-1] in "bth" and name[7] in "qkv"
     )
     return KernelBuild(name, kernel, signature, constants, warps, stages, divisible)
+
+
+def _has(descriptor: str, constants: dict[str, Any]) -> bool:
+    name, value = _WRITTEN_BY.get(descriptor, ("TMA", True))
+    return bool(constants[name] == value)

@@ -12,6 +12,11 @@ FEWEST_COLUMNS = 64
 """What the kernel of the gradients pads narrower heads to: with 32 columns Triton 3.6 on Hopper gave wrong results with 4
 warps and read outside its memory with 8 (2026-11-30)."""
 
+LONGEST_STEP = 8
+"""Positions up to which the recurrence itself is run, one after the other."""
+_FEWEST_CHUNKS = 8
+_WIDEST_TRANSITION = 128
+
 
 class SolveConfig(NamedTuple):
     """Of the kernel that inverts a chunk: warps of a program."""
@@ -38,6 +43,33 @@ class GradientsConfig(NamedTuple):
     def limit(self) -> dict[str, int]:
         """Return the launch option that limits registers."""
         return {"maxnreg": self.max_registers} if self.max_registers else {}
+
+
+class StepConfig(NamedTuple):
+    """Of the kernel of a few positions: values of a program, warps."""
+
+    block_v: int
+    num_warps: int
+
+
+class Segments(NamedTuple):
+    """Into how many segments rows are cut, and how many chunks one has."""
+
+    number: int
+    chunks: int
+
+
+def segments(programs: int, chunks: int, key_dim: int, multiprocessors: int) -> Segments:
+    """Return how a walk of ``programs`` programs over ``chunks`` chunks is cut.
+
+    Cutting costs a walk over the values and one over the keys before the walk itself, so a row is cut only where programs
+    are fewer than half the multiprocessors and segments keep 8 chunks. A transition of 256 keys would not fit.
+    """
+    most = min(2 * multiprocessors // max(programs, 1), chunks // _FEWEST_CHUNKS)
+    if key_dim > _WIDEST_TRANSITION or most < 4:
+        return Segments(1, max(chunks, 1))
+    length = -(-chunks // most)
+    return Segments(-(-chunks // length), length)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -72,3 +104,9 @@ def walk_back_config(key_dim: int, value_dim: int, dtype: torch.dtype, capabilit
 def gradients_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> GradientsConfig:
     """Return the parameters of the kernel of the other gradients."""
     return GradientsConfig(FEWEST_COLUMNS, 4)
+
+
+def step_config(key_dim: int, value_dim: int) -> StepConfig:
+    """Return the parameters of the kernel of a few positions: 16 KiB of state a program."""
+    block_v = max(16, min(value_dim, 4096 // key_dim))
+    return StepConfig(block_v, 4 if key_dim * block_v >= 4096 else 2)

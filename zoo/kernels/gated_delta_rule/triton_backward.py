@@ -14,9 +14,9 @@ is the walk; it writes dv and the G of every chunk. A second walk forward has wr
     e  = v - exp(g) k S - M u                       what the memory did not say: u = b e
     dx = dU - M^T dv                                T^T dU, the gradient of what T solves for: dv = b dx
     db = dx . e
-    dP = scale do u^T,  dM = -dv u^T                of which only i >= j and i > j count
-    dq = (dP D) k + scale exp(g) do S^T
-    dk = (dP D)^T q + (dM D + (dM D)^T) k - exp(g) dv S^T + exp(g_C - g) u G^T
+    W  = scale D do u^T,  Z = D dv u^T              of which only i >= j and i > j count
+    dq = W k + scale exp(g) do S^T
+    dk = W^T q - (Z + Z^T) k - exp(g) dv S^T + exp(g_C - g) u G^T
 
 and the gradient of g_i collects every product with its exponential; that of log a_t is its sum over i >= t.
 Nothing is divided by b.
@@ -30,8 +30,10 @@ import triton.language as tl
 from zoo.kernels.gated_delta_rule.triton_tiles import (
     chunk_decays,
     inverse_norm,
+    load_norms,
     load_tile,
-    pair_decay,
+    one,
+    pair_factor,
     row_length,
     store_tile,
     wide,
@@ -43,8 +45,8 @@ from zoo.kernels.gated_delta_rule.triton_walk import load_inverse
 def _chunk_back(
     g_VK, q, q_desc, k, k_desc, grad_o, grad_o_desc, inverse, inverse_desc, gates, norms, dv, dv_desc, grad_states,
     row_start, t, end, length, place, stride_qt, stride_kt, stride_ot, q_column, k_column, o_column, scale,
-    K: tl.constexpr, BLOCK_V: tl.constexpr, V: tl.constexpr, NORMALIZE: tl.constexpr, TMA: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BLOCK_V: tl.constexpr, V: tl.constexpr, NORMALIZE: tl.constexpr, OUTPUT: tl.constexpr,
+    TMA: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk back over one chunk and return the gradient of the state before it."""
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
@@ -57,49 +59,56 @@ def _chunk_back(
     inverse_CC = load_inverse(inverse, inverse_desc, place, C, TMA)
     gates_C = tl.load(gates + place * C + positions)
     from_start_C, to_end_C, whole = chunk_decays(gates_C, C, EXACT)
-    norm_C = tl.full([C], 1.0, tl.float32)
+    norm_C, stored_norm_C = load_norms(norms + place * C, C, NORMALIZE, EXACT)
     q_norm_C = tl.full([C], scale, tl.float32)
     if NORMALIZE:
-        norm_C = tl.load(norms + place * C + positions)
         q_norm_C = inverse_norm(q_CK) * scale
     g_lo_VK = g_VK.to(dtype)
-    cells_VK = (o_column % V + tl.arange(0, BLOCK_V))[:, None] * K + tl.arange(0, K)[None, :]
-    tl.store(grad_states + place * K * V + cells_VK, g_lo_VK)
-    p_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * pair_decay(gates_C, C, EXACT)
-    p_CC *= q_norm_C[:, None] * norm_C[None, :]
+    if OUTPUT:
+        cells_VK = (o_column % V + tl.arange(0, BLOCK_V))[:, None] * K + tl.arange(0, K)[None, :]
+        tl.store(grad_states + place * K * V + cells_VK, g_lo_VK)
+    p_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION)
+    p_CC *= pair_factor(gates_C, one(C, EXACT), stored_norm_C, False, C, EXACT) * q_norm_C[:, None]
     do_VC = tl.trans(do_CV)
     du_VC = tl.dot(g_lo_VK, tl.trans(k_CK), input_precision=PRECISION) * (to_end_C * norm_C)[None, :]
     du_VC = tl.dot(do_VC, p_CC.to(dtype), du_VC, input_precision=PRECISION)
     dv_VC = tl.dot(du_VC.to(dtype), inverse_CC, input_precision=PRECISION)
-    store_tile(
-        dv, dv_desc, row_start, t, length, stride_ot, o_column, tl.trans(dv_VC.to(dtype)), C, BLOCK_V, TMA, MASKED
-    )
+    if OUTPUT:
+        dv_CV = tl.trans(dv_VC.to(dtype))
+        store_tile(dv, dv_desc, row_start, t, length, stride_ot, o_column, dv_CV, C, BLOCK_V, TMA, MASKED)
     read_VC = (do_VC.to(tl.float32) * (from_start_C * q_norm_C)[None, :]).to(dtype)
     g_VK = tl.dot(read_VC, q_CK, g_VK * whole, input_precision=PRECISION)
     return tl.dot((dv_VC * -(from_start_C * norm_C)[None, :]).to(dtype), k_CK, g_VK, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=("length", "heads", "chunks"))
+@triton.jit(do_not_specialize=("length", "heads", "chunks", "segments", "segment_chunks"))
 def walk_back_kernel(
     q, q_desc, k, k_desc, grad_o, grad_o_desc, inverse, inverse_desc, gates, norms, grad_final, lengths, dv, dv_desc,
     grad_initial, grad_states,
-    length, heads, chunks, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, scale,
+    length, heads, chunks, segments, segment_chunks, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr, FINAL: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    OUTPUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk back over one row and head for one block of values; FINAL says that the final state has a gradient.
+    """Walk back over one segment of chunks of one row and head for one block of values.
 
-    Writes dv [B, T, H, V], the gradient of the initial state [B, H, K, V] and of the state after each chunk,
-    transposed, [B, H, N, V, K] in the dtype of k.
+    ``grad_final`` is [B, H, segments, K, V] where FINAL, the gradient of the state after each segment. With OUTPUT write
+    dv [B, T, H, V], the gradient of the initial state [B, H, K, V], from the first segment, and of the state after each
+    chunk, transposed, [B, H, N, V, K] in the dtype of k; without, only the gradient of the state before each segment, to
+    ``grad_initial`` [B, H, segments, K, V].
     """
     C: tl.constexpr = 64
     value_blocks: tl.constexpr = V // BLOCK_V
     program = tl.program_id(0)
     first_column = program % value_blocks * BLOCK_V
-    head = program // value_blocks % heads
-    row = program // value_blocks // heads
+    segment = program // value_blocks % segments
+    rest = program // value_blocks // segments
+    head = rest % heads
+    row = rest // heads
     pair = row.to(tl.int64) * heads + head
-    end = row_length(lengths, row, length)
+    start = segment * segment_chunks
+    stop = start * C + segment_chunks * C
+    end = tl.maximum(tl.minimum(row_length(lengths, row, length), stop), start * C)
     full = end // C
     row_start = row * length
     stride_ot = heads * V
@@ -111,27 +120,32 @@ def walk_back_kernel(
     k_column = head * stride_kh
     o_column = head * V + first_column
     columns = first_column + tl.arange(0, BLOCK_V)
-    cells_VK = pair * K * V + tl.arange(0, K)[None, :] * V + columns[:, None]
+    cells_VK = tl.arange(0, K)[None, :] * V + columns[:, None]
     g_VK = tl.zeros([BLOCK_V, K], tl.float32)
     if FINAL:
-        g_VK += tl.load(grad_final + cells_VK)
-    zeros_CV = tl.zeros([C, BLOCK_V], dv.dtype.element_ty)
-    for t in tl.range((end + C - 1) // C * C, length, C):
-        store_tile(dv, dv, row_start, t, length, stride_ot, o_column, zeros_CV, C, BLOCK_V, False, True)
+        g_VK += tl.load(grad_final + (pair * segments + segment) * K * V + cells_VK)
+    if OUTPUT:
+        stop = tl.minimum(stop, length)
+        zeros_CV = tl.zeros([C, BLOCK_V], dv.dtype.element_ty)
+        for t in tl.range((end + C - 1) // C * C, stop, C):
+            store_tile(dv, dv, row_start, t, stop, stride_ot, o_column, zeros_CV, C, BLOCK_V, False, True)
     if full * C < end:
         g_VK = _chunk_back(
             g_VK, q, q_desc, k, k_desc, grad_o, grad_o_desc, inverse, inverse_desc, gates, norms, dv, dv_desc,
             grad_states, row_start, full * C, end, length, pair * chunks + full, stride_qt, stride_kt, stride_ot,
-            q_column, k_column, o_column, scale, K, BLOCK_V, V, NORMALIZE, TMA, True, PRECISION,
+            q_column, k_column, o_column, scale, K, BLOCK_V, V, NORMALIZE, OUTPUT, TMA, True, PRECISION,
         )  # fmt: skip
-    for step in tl.range(0, full, num_stages=STAGES):
+    for step in tl.range(0, full - start, num_stages=STAGES):
         chunk = full - 1 - step
         g_VK = _chunk_back(
             g_VK, q, q_desc, k, k_desc, grad_o, grad_o_desc, inverse, inverse_desc, gates, norms, dv, dv_desc,
             grad_states, row_start, chunk * C, end, length, pair * chunks + chunk, stride_qt, stride_kt, stride_ot,
-            q_column, k_column, o_column, scale, K, BLOCK_V, V, NORMALIZE, TMA, False, PRECISION,
+            q_column, k_column, o_column, scale, K, BLOCK_V, V, NORMALIZE, OUTPUT, TMA, False, PRECISION,
         )  # fmt: skip
-    tl.store(grad_initial + cells_VK, g_VK)
+    if not OUTPUT:
+        tl.store(grad_initial + (pair * segments + segment) * K * V + cells_VK, g_VK)
+    elif segment == 0:
+        tl.store(grad_initial + pair * K * V + cells_VK, g_VK)
 
 
 @triton.jit
@@ -203,17 +217,17 @@ def gradients_kernel(
     k_CK = _load(k, t, end, stride_kt, C, K, K_PADDED, False)
     gates_C = tl.load(gates + place * C + positions)
     from_start_C, to_end_C, whole = chunk_decays(gates_C, C, EXACT)
-    norm_C = tl.full([C], 1.0, tl.float32)
+    norm_C, stored_norm_C = load_norms(norms + place * C, C, NORMALIZE, EXACT)
     q_norm_C = tl.full([C], 1.0, tl.float32)
     if NORMALIZE:
-        norm_C = tl.load(norms + place * C + positions)
         q_norm_C = inverse_norm(q_CK)
-    later = positions[:, None] > positions[None, :]
-    decay_CC = pair_decay(gates_C, C, EXACT)
-    p_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * decay_CC
-    p_CC = (p_CC * (q_norm_C * scale)[:, None] * norm_C[None, :]).to(dtype)
-    m_CC = tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION) * norm_C[:, None] * norm_C[None, :]
-    m_CC = tl.where(later, m_CC * decay_CC, 0.0).to(dtype)
+    inverse_square_C = q_norm_C * q_norm_C
+    q_norm_C *= scale
+    p_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION)
+    p_CC *= pair_factor(gates_C, one(C, EXACT), stored_norm_C, False, C, EXACT)
+    p_CC = (p_CC * q_norm_C[:, None]).to(dtype)
+    m_CC = tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION)
+    m_CC = (m_CC * pair_factor(gates_C, stored_norm_C, stored_norm_C, True, C, EXACT)).to(dtype)
 
     # First what stays within a block of values, and the sums of dP and dM. Tiles that serve a product and, much later,
     # something else are loaded twice: in between they would occupy registers.
@@ -246,31 +260,34 @@ def gradients_kernel(
         db_C += tl.sum(dx_CV * x_CV, 1)
         dp_CC = tl.dot(do_CV, tl.trans(u_CV), dp_CC, input_precision=PRECISION)
         dm_CC = tl.dot(dv_CV, tl.trans(u_CV), dm_CC, input_precision=PRECISION)
-    # dP and dM so far lack scale and sign. Of the gates that a pair of positions sees, the first counts down; on the
-    # diagonal both are one and cancel.
-    pairs_CC = tl.where(later, dp_CC * p_CC.to(tl.float32) - dm_CC * m_CC.to(tl.float32), 0.0)
-    dg_C += tl.sum(pairs_CC, 1) - tl.sum(pairs_CC, 0)
-    decay_CC = pair_decay(tl.load(gates + place * C + positions, volatile=True), C, EXACT)
-    dp_CC *= decay_CC * scale
-    dm_CC = tl.where(later, -dm_CC * decay_CC, 0.0)
-    dp_k_CC = (dp_CC * norm_C[None, :]).to(dtype)
-    dp_q_CC = (dp_CC * q_norm_C[:, None]).to(dtype)
-    dm_i_CC = (dm_CC * norm_C[:, None]).to(dtype)
-    dm_j_CC = (dm_CC * norm_C[None, :]).to(dtype)
 
-    # Then the sums over all values, one after the other.
+    # The gradients of q_i.k_j and, of opposite sign, of k_i.k_j. Of the gates that a pair of positions sees, the first
+    # counts down; on the diagonal both are one and cancel. (Read again, so that nothing is kept in registers so long.)
+    gates_C = tl.load(gates + place * C + positions, volatile=True)
+    w_CC = dp_CC * pair_factor(gates_C, one(C, EXACT), stored_norm_C, False, C, EXACT) * q_norm_C[:, None]
+    later = positions[:, None] > positions[None, :]
+    pairs_CC = tl.where(later, tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION), 0.0) * w_CC
+    w_CC = w_CC.to(dtype)
+    z_CC = dm_CC * pair_factor(gates_C, stored_norm_C, stored_norm_C, True, C, EXACT)
+    pairs_CC -= tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION) * z_CC
+    z_CC = z_CC.to(dtype)
+    dg_C += tl.sum(pairs_CC, 1) - tl.sum(pairs_CC, 0)
+
+    # Then the sums over all values, one after the other. With x' = x / |x| the gradient of x, times 1 / |x|, loses its
+    # part along x'; the factors of the norms are in w, z and the rows' factors already.
     dq_CK = tl.zeros([C, K_PADDED], tl.float32)
     for first in tl.static_range(0, V, BLOCK_V):
         if V > BLOCK_V:
             do_CV = _load(grad_o + first, t, end, stride_ot, C, V - first, BLOCK_V, False)
             s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
         dq_CK = tl.dot(do_CV, s_VK, dq_CK, input_precision=PRECISION)
-    dq_CK *= (from_start_C * scale)[:, None]
-    q_float_CK = _load(q, t, end, stride_qt, C, K, K_PADDED, True).to(tl.float32) * q_norm_C[:, None]
+    dq_CK *= (from_start_C * q_norm_C)[:, None]
+    q_float_CK = _load(q, t, end, stride_qt, C, K, K_PADDED, True).to(tl.float32)
     dg_C += tl.sum(q_float_CK * dq_CK, 1)
-    dq_CK = tl.dot(dp_k_CC, k_CK, dq_CK, input_precision=PRECISION)
+    dq_CK = tl.dot(w_CC, k_CK, dq_CK, input_precision=PRECISION)
     if NORMALIZE:
-        dq_CK = (dq_CK - q_float_CK * tl.sum(q_float_CK * dq_CK, 1)[:, None]) * q_norm_C[:, None]
+        along_C = tl.sum(q_float_CK * dq_CK, 1) * inverse_square_C
+        dq_CK -= q_float_CK * along_C[:, None]
     _store(dq, dq_CK, t, length, stride_dt, C, K, K_PADDED)
     dk_CK = tl.zeros([C, K_PADDED], tl.float32)
     for first in tl.static_range(0, V, BLOCK_V):
@@ -278,7 +295,7 @@ def gradients_kernel(
             dv_CV = _load(dv + first, t, end, stride_ot, C, V - first, BLOCK_V, False)
             s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
         dk_CK = tl.dot(dv_CV, s_VK, dk_CK, input_precision=PRECISION)
-    dk_CK *= -from_start_C[:, None]
+    dk_CK *= -(from_start_C * norm_C)[:, None]
     for first in tl.static_range(0, V, BLOCK_V):
         if V > BLOCK_V:
             s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
@@ -286,14 +303,15 @@ def gradients_kernel(
             x_CV = _load(v + first, t, end, stride_vt, C, V - first, BLOCK_V, True).to(tl.float32) - told_CV
             u_CV = tl.dot(inverse_CC, x_CV.to(dtype), input_precision=PRECISION).to(dtype)
             g_VK = _load(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
-        kept_CV = (u_CV.to(tl.float32) * to_end_C[:, None]).to(dtype)
+        kept_CV = (u_CV.to(tl.float32) * (to_end_C * norm_C)[:, None]).to(dtype)
         dk_CK = tl.dot(kept_CV, g_VK, dk_CK, input_precision=PRECISION)
-    dk_CK = tl.dot(tl.trans(dp_q_CC), q_CK, dk_CK, input_precision=PRECISION)
-    dk_CK = tl.dot(dm_j_CC, k_CK, dk_CK, input_precision=PRECISION)
-    dk_CK = tl.dot(tl.trans(dm_i_CC), k_CK, dk_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(tl.trans(w_CC), q_CK, dk_CK, input_precision=PRECISION)
+    zz_CC = z_CC + tl.trans(z_CC)
+    dk_CK -= tl.dot(zz_CC, k_CK, input_precision=PRECISION)
     if NORMALIZE:
-        k_float_CK = _load(k, t, end, stride_kt, C, K, K_PADDED, True).to(tl.float32) * norm_C[:, None]
-        dk_CK = (dk_CK - k_float_CK * tl.sum(k_float_CK * dk_CK, 1)[:, None]) * norm_C[:, None]
+        k_float_CK = _load(k, t, end, stride_kt, C, K, K_PADDED, True).to(tl.float32)
+        along_C = tl.sum(k_float_CK * dk_CK, 1) * norm_C * norm_C
+        dk_CK -= k_float_CK * along_C[:, None]
     _store(dk, dk_CK, t, length, stride_dt, C, K, K_PADDED)
     dg_C += tl.where(positions == C - 1, whole * dlast, 0.0)
     valid_C = t + positions < end

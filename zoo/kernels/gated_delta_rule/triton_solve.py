@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 
 from zoo.kernels.gated_delta_rule.triton_tiles import (
+    LOG2_E,
     LOWEST_LOG_DECAY,
     NORM_EPS,
-    exponential,
+    power,
     load_rows,
     row_length,
     wide,
@@ -100,7 +101,7 @@ def solve_kernel(
     gates_C = log_a_C
     if not EXACT:
         log_a_C = tl.maximum(log_a_C, LOWEST_LOG_DECAY, propagate_nan=tl.PropagateNan.ALL)
-        gates_C = tl.cumsum(log_a_C, 0)
+        gates_C = tl.cumsum(log_a_C * LOG2_E, 0)
     tl.store(gates + place * C + positions, gates_C)
 
     # Blocks of 16 rows.
@@ -117,10 +118,10 @@ def solve_kernel(
     if NORMALIZE:
         factor_XI = tl.rsqrt(tl.sum(tl.where(i == j, a_XIJ, 0.0), 2) + NORM_EPS)
         blocks_XI = tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        tl.store(norms + place * C + blocks_XI, factor_XI)
+        tl.store(norms + place * C + blocks_XI, factor_XI if EXACT else tl.log2(factor_XI))
     beta_XI = tl.reshape(beta_C, [4, 16])
     row_factor_XI = beta_XI * factor_XI
-    a_XIJ *= exponential(tl.where(i > j, sums_XIJ, float("-inf"))) * row_factor_XI[:, :, None] * factor_XI[:, None, :]
+    a_XIJ *= power(tl.where(i > j, sums_XIJ, float("-inf")), EXACT) * row_factor_XI[:, :, None] * factor_XI[:, None, :]
     x_XIJ = _small_inverses(a_XIJ, PRECISION)
     out = inverse + place * C * C
     dtype = inverse.dtype.element_ty
@@ -143,7 +144,7 @@ def solve_kernel(
     k_even_PIK = _blocks(k, t, end, stride_kt, 0, 2, 2, K)
     k_odd_PIK = _blocks(k, t, end, stride_kt, 1, 2, 2, K)
     a_PIJ = tl.dot(k_odd_PIK, tl.permute(k_even_PIK, [0, 2, 1]), input_precision=DOT_PRECISION)
-    a_PIJ *= exponential(from_start_PI[:, :, None] + to_end_PJ[:, None, :])
+    a_PIJ *= power(from_start_PI[:, :, None] + to_end_PJ[:, None, :], EXACT)
     a_PIJ *= row_factor_PI[:, :, None] * factor_PJ[:, None, :]
     even_PIJ, odd_PIJ = tl.split(tl.permute(tl.reshape(x_XIJ, [2, 2, 16, 16]), [0, 2, 3, 1]))
     x_PIJ = -tl.dot(tl.dot(odd_PIJ, a_PIJ, input_precision=PRECISION), even_PIJ, input_precision=PRECISION)
@@ -171,7 +172,7 @@ def solve_kernel(
         load_rows(k, t + 32, end, stride_kt, 32, K), tl.trans(load_rows(k, t, end, stride_kt, 32, K)),
         input_precision=DOT_PRECISION,
     )  # fmt: skip
-    a_XX *= exponential(from_start_X[:, None] + to_end_X[None, :])
+    a_XX *= power(from_start_X[:, None] + to_end_X[None, :], EXACT)
     a_XX *= row_factor_second_X[:, None] * factor_first_X[None, :]
     x_XX = -tl.dot(tl.dot(second_XX, a_XX, input_precision=PRECISION), first_XX, input_precision=PRECISION)
     tl.store(out + (32 + rows[:, None]) * C + rows[None, :], (x_XX * beta_first_X[None, :]).to(dtype))

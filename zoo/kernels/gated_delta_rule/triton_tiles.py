@@ -3,8 +3,8 @@
 
 Suffixes: C positions of a chunk, K key width, V values of a block; X blocks of a chunk, I and J positions of a block.
 EXACT says that the tensors are float32. Decays between two positions are then sums of the logarithms between them;
-otherwise they are differences of sums from the chunk's start, which strong decay makes coarser, though never as coarse
-as 16 bits are (logarithms are cut off at -60, beyond which nothing is left of the state).
+otherwise they are differences of sums from the chunk's start, to base 2, which strong decay makes coarser, though never
+as coarse as 16 bits are (logarithms are cut off at -60, beyond which nothing is left of the state).
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ def wide(x):
 def exponential(x):
     """Return exp(x)."""
     return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def power(x, EXACT: tl.constexpr):
+    """Return e to the x if EXACT, else 2 to the x: what gates are logarithms to."""
+    return exponential(x) if EXACT else tl.exp2(x)
 
 
 @triton.jit
@@ -97,30 +103,55 @@ def inverse_norm(x_CW):
 
 
 @triton.jit
-def pair_decay(gates_C, C: tl.constexpr, EXACT: tl.constexpr):
-    """Return D [i, j] = prod_{j < t <= i} a_t for i >= j, else 0.
-
-    ``gates_C`` holds log a if EXACT, else the sums of log a from the chunk's start.
-    """
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    if EXACT:
-        sums_CC = tl.cumsum(tl.where(i > j, gates_C[:, None], 0.0), 0)
-    else:
-        sums_CC = gates_C[:, None] - gates_C[None, :]
-    return exponential(tl.where(i >= j, sums_CC, float("-inf")))
+def load_norms(norms, C: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr):
+    """Return the factors of the norms of a chunk's keys, and the same as ``pair_factor`` takes them."""
+    norm_C = tl.full([C], 1.0, tl.float32)
+    stored_C = one(C, EXACT)
+    if NORMALIZE:
+        stored_C = tl.load(norms + tl.arange(0, C))
+        norm_C = stored_C if EXACT else tl.exp2(stored_C)
+    return norm_C, stored_C
 
 
 @triton.jit
-def pair_decay_transposed(gates_C, C: tl.constexpr, EXACT: tl.constexpr):
-    """Return D transposed, [j, i]."""
+def one(C: tl.constexpr, EXACT: tl.constexpr):
+    """Return factors of one as ``pair_factor`` takes them."""
+    return tl.full([C], 1.0 if EXACT else 0.0, tl.float32)
+
+
+@triton.jit
+def pair_factor(gates_C, row_C, column_C, STRICT: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
+    """Return D_ij row_i column_j for i >= j (i > j if STRICT), else 0.
+
+    ``gates_C`` holds log a if EXACT, else the sums of log2 a from the chunk's start; then the factors are logarithms to
+    base 2 too, and one exponential does it all.
+    """
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    inside = i > j if STRICT else i >= j
+    if EXACT:
+        sums_CC = tl.cumsum(tl.where(i > j, gates_C[:, None], 0.0), 0)
+        factor_CC = exponential(tl.where(inside, sums_CC, float("-inf"))) * row_C[:, None] * column_C[None, :]
+    else:
+        row_C = gates_C + row_C
+        column_C = gates_C - column_C
+        factor_CC = tl.exp2(tl.where(inside, row_C[:, None] - column_C[None, :], float("-inf")))
+    return factor_CC
+
+
+@triton.jit
+def pair_factor_transposed(gates_C, row_C, column_C, C: tl.constexpr, EXACT: tl.constexpr):
+    """Return the same transposed, [j, i], for i >= j."""
     j = tl.arange(0, C)[:, None]
     i = tl.arange(0, C)[None, :]
     if EXACT:
         sums_CC = tl.cumsum(tl.where(i > j, gates_C[None, :], 0.0), 1)
+        factor_CC = exponential(tl.where(i >= j, sums_CC, float("-inf"))) * row_C[None, :] * column_C[:, None]
     else:
-        sums_CC = gates_C[None, :] - gates_C[:, None]
-    return exponential(tl.where(i >= j, sums_CC, float("-inf")))
+        row_C = gates_C + row_C
+        column_C = gates_C - column_C
+        factor_CC = tl.exp2(tl.where(i >= j, row_C[None, :] - column_C[:, None], float("-inf")))
+    return factor_CC
 
 
 @triton.jit
@@ -128,12 +159,13 @@ def chunk_decays(gates_C, C: tl.constexpr, EXACT: tl.constexpr):
     """Return exp(g_i) [C] from the chunk's start, exp(g_C - g_j) [C] to its end, and exp(g_C) of the whole chunk."""
     positions = tl.arange(0, C)
     if EXACT:
-        from_start_C = tl.cumsum(gates_C, 0)
         later_CC = tl.where(positions[:, None] > positions[None, :], gates_C[:, None], 0.0)
-        to_end_C = tl.sum(later_CC, 0)
-        whole = tl.sum(gates_C, 0)
+        from_start_C = exponential(tl.cumsum(gates_C, 0))
+        to_end_C = exponential(tl.sum(later_CC, 0))
+        whole = exponential(tl.sum(gates_C, 0))
     else:
-        whole = tl.sum(tl.where(positions == C - 1, gates_C, 0.0), 0)
-        from_start_C = gates_C
-        to_end_C = whole - gates_C
-    return exponential(from_start_C), exponential(to_end_C), exponential(whole)
+        last = tl.sum(tl.where(positions == C - 1, gates_C, 0.0), 0)
+        from_start_C = tl.exp2(gates_C)
+        to_end_C = tl.exp2(last - gates_C)
+        whole = tl.exp2(last)
+    return from_start_C, to_end_C, whole
