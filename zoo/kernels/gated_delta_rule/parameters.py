@@ -9,8 +9,8 @@ import torch
 CHUNK = 64
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FEWEST_COLUMNS = 64
-"""What the kernel of the gradients pads narrower heads to: with 32 columns Triton 3.6 on Hopper gave wrong results with 4
-warps and read outside its memory with 8 (2026-11-30)."""
+"""What the kernel of the gradients pads narrower heads to: with 32 columns Triton 3.6 on Hopper gave wrong results with
+4 warps and read outside its memory with 8 (2026-11-30)."""
 
 LONGEST_STEP = 8
 """Positions up to which the recurrence itself is run, one after the other."""
@@ -19,9 +19,10 @@ _WIDEST_TRANSITION = 128
 
 
 class SolveConfig(NamedTuple):
-    """Of the kernel that inverts a chunk: warps of a program."""
+    """Of the kernel that inverts a chunk: warps of a program, most registers of a thread (0: any)."""
 
     num_warps: int
+    max_registers: int = 0
 
 
 class WalkConfig(NamedTuple):
@@ -39,10 +40,6 @@ class GradientsConfig(NamedTuple):
     block_v: int
     num_warps: int
     max_registers: int = 0
-
-    def limit(self) -> dict[str, int]:
-        """Return the launch option that limits registers."""
-        return {"maxnreg": self.max_registers} if self.max_registers else {}
 
 
 class StepConfig(NamedTuple):
@@ -62,8 +59,8 @@ class Segments(NamedTuple):
 def segments(programs: int, chunks: int, key_dim: int, multiprocessors: int) -> Segments:
     """Return how a walk of ``programs`` programs over ``chunks`` chunks is cut.
 
-    Cutting costs a walk over the values and one over the keys before the walk itself, so a row is cut only where programs
-    are fewer than half the multiprocessors and segments keep 8 chunks. A transition of 256 keys would not fit.
+    Cutting costs a walk over the values and one over the keys before the walk itself, so a row is cut only where
+    programs are fewer than half the multiprocessors and segments keep 8 chunks. A transition of 256 keys would not fit.
     """
     most = min(2 * multiprocessors // max(programs, 1), chunks // _FEWEST_CHUNKS)
     if key_dim > _WIDEST_TRANSITION or most < 4:

@@ -92,10 +92,10 @@ def walk_back_kernel(
 ):  # fmt: skip
     """Walk back over one segment of chunks of one row and head for one block of values.
 
-    ``grad_final`` is [B, H, segments, K, V] where FINAL, the gradient of the state after each segment. With OUTPUT write
-    dv [B, T, H, V], the gradient of the initial state [B, H, K, V], from the first segment, and of the state after each
-    chunk, transposed, [B, H, N, V, K] in the dtype of k; without, only the gradient of the state before each segment, to
-    ``grad_initial`` [B, H, segments, K, V].
+    ``grad_final`` is [B, H, segments, K, V] where FINAL, the gradient of the state after each segment. With OUTPUT
+    write dv [B, T, H, V], the gradient of the initial state [B, H, K, V], from the first segment, and of the state
+    after each chunk, transposed, [B, H, N, V, K] in the dtype of k; without, only the gradient of the state before each
+    segment, to ``grad_initial`` [B, H, segments, K, V].
     """
     C: tl.constexpr = 64
     value_blocks: tl.constexpr = V // BLOCK_V

@@ -21,8 +21,8 @@ from zoo.kernels.gated_delta_rule.triton_tiles import (
     LOG2_E,
     LOWEST_LOG_DECAY,
     NORM_EPS,
-    power,
     load_rows,
+    power,
     row_length,
     wide,
 )

@@ -1,0 +1,210 @@
+"""The walks of one call over the chunks of every row and head: what they share, and how rows are cut into segments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zoo.kernels.gated_delta_rule.parameters import (
+    CHUNK,
+    Segments,
+    WalkConfig,
+    dot_precision,
+    segments,
+    walk_back_config,
+    walk_config,
+)
+from zoo.kernels.gated_delta_rule.reference import Inputs
+from zoo.kernels.launch import capability, multiprocessors, on_device
+
+_LARGEST_INT32 = 2**31 - 1
+_TMA_ALIGNMENT = 16
+
+
+class Solved(NamedTuple):
+    """What a chunk needs before its state is known; the names are those of ``triton_solve``."""
+
+    inverse: Tensor
+    """T diag(b) [B, H, N, C, C] in the dtype of k"""
+    gates: Tensor
+    """[B, H, N, C] float32: log a in float32, sums of log2 a from the chunk's start in 16 bits"""
+    norms: Tensor
+    """[B, H, N, C] float32: 1 / sqrt(|k|^2 + eps), its logarithm to base 2 in 16 bits; only if keys are normalised"""
+
+    def rows(self) -> Tensor:
+        """Return the inverses as one tensor of rows [1, B * H * N * C, 1, C]."""
+        return self.inverse.view(1, -1, 1, CHUNK)
+
+
+class Walk:
+    """Walks over the chunks of one call: all of them share tensors, parameters and segments."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        lengths: Tensor,
+        solved: Solved,
+        normalize: bool,
+        config: WalkConfig | None,
+        cut: Segments | None,
+    ) -> None:
+        self.q, self.k, self.v = (rows_together(x) for x in inputs[:3])
+        self.first = None if inputs.initial_state is None else inputs.initial_state.contiguous()
+        self.lengths, self.solved, self.normalize = lengths, solved, normalize
+        self.batch, self.length, self.heads, self.key_dim = self.q.shape
+        self.value_dim, self.chunks = self.v.shape[3], solved.gates.shape[2]
+        self.config = config or walk_config(self.key_dim, self.value_dim, self.q.dtype, capability(self.q.device))
+        programs = self.batch * self.heads * (self.value_dim // self.config.block_v)
+        self.cut = cut or segments(programs, self.chunks, self.key_dim, multiprocessors(self.q.device))
+
+    def __call__(
+        self,
+        mode: str,
+        initial: Tensor | None,
+        *,
+        o: Tensor | None = None,
+        final: Tensor | None = None,
+        states: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """Walk in one of the modes of ``walk_kernel``, from ``initial`` [B, H, segments, K, V] or zeros."""
+        from zoo.kernels.gated_delta_rule.triton_walk import walk_kernel
+
+        q, k, v, solved = self.q, self.k, self.v, self.solved
+        value_dim = self.key_dim if mode == "transition" else self.value_dim
+        block_v = min(self.config.block_v, value_dim)
+        tiles = [(q, self.key_dim), (k, self.key_dim), (v, block_v), (solved.rows(), CHUNK)]
+        if mode == "transition":
+            tiles[2] = (k, self.key_dim)
+        tiles += [(o, block_v)] if o is not None else []
+        descriptors, tma = _descriptors(tiles, self.config.tma)
+        q_desc, k_desc, v_desc, inverse_desc, o_desc = (*descriptors, k)[:5]
+        with on_device(q):
+            walk_kernel[(self.batch * self.heads * self.cut.number * (value_dim // block_v),)](
+                q, q_desc, k, k_desc, v, v_desc, solved.inverse, inverse_desc, solved.gates, solved.norms,
+                solved.gates if initial is None else initial, self.lengths,
+                k if o is None else o, o_desc, solved.gates if final is None else final,
+                k if states is None else states,
+                self.length, self.heads, self.chunks, *self.cut,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale,
+                K=self.key_dim, V=value_dim, BLOCK_V=block_v, NORMALIZE=self.normalize, INITIAL=initial is not None,
+                MODE=mode, TMA=tma, PRECISION=dot_precision(q.dtype), STAGES=self.config.num_stages,
+                num_warps=self.config.num_warps,
+            )  # fmt: skip
+
+    def initial_states(self) -> Tensor | None:
+        """Return the state before each segment, [B, H, segments, K, V], None for zeros."""
+        if self.cut.number == 1:
+            return self.first
+        sums = self.per_segment(self.value_dim)
+        self("sum", None, final=sums)
+        return self.scan(sums, self.transitions(), self.first, back=False)
+
+    @functools.cached_property
+    def _transitions(self) -> Tensor:
+        transitions = self.per_segment(self.key_dim)
+        self("transition", None, final=transitions)
+        return transitions
+
+    def transitions(self) -> Tensor:
+        """Return what each segment makes of the state before it, [B, H, segments, K, K]."""
+        return self._transitions
+
+    def per_segment(self, width: int) -> Tensor:
+        """Return room for [B, H, segments, K, width] float32."""
+        shape = self.batch, self.heads, self.cut.number, self.key_dim, width
+        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
+
+    def scan(self, sums: Tensor, transitions: Tensor, first: Tensor | None, *, back: bool) -> Tensor:
+        """Return the state before each segment, or with ``back`` the gradient of the state after each."""
+        from zoo.kernels.gated_delta_rule.triton_walk import scan_kernel
+
+        found = torch.empty_like(sums)
+        block_v = min(self.value_dim, 16)
+        with on_device(self.q):
+            scan_kernel[(self.batch * self.heads * (self.value_dim // block_v),)](
+                sums, transitions, sums if first is None else first, found, self.cut.number,
+                K=self.key_dim, V=self.value_dim, BLOCK_V=block_v, INITIAL=first is not None, BACK=back, num_warps=4,
+            )  # fmt: skip
+        return found
+
+
+class WalkBack:
+    """The walk back of one call."""
+
+    def __init__(self, walk: Walk, grad_o: Tensor, scale: float, config: WalkConfig | None) -> None:
+        self.walk, self.grad_o, self.scale = walk, grad_o, scale
+        device, dtype = grad_o.device, grad_o.dtype
+        self.config = config or walk_back_config(walk.key_dim, walk.value_dim, dtype, capability(device))
+
+    def __call__(
+        self, final: Tensor | None, *, grad_initial: Tensor, dv: Tensor | None = None, grad_states: Tensor | None = None
+    ) -> None:
+        """Walk from ``final`` [B, H, segments, K, V] or zeros; without ``dv`` only for the gradients of the states."""
+        from zoo.kernels.gated_delta_rule.triton_backward import walk_back_kernel
+
+        walk, grad_o, solved = self.walk, self.grad_o, self.walk.solved
+        q, k, block_v = walk.q, walk.k, self.config.block_v
+        tiles = [(q, walk.key_dim), (k, walk.key_dim), (grad_o, block_v), (solved.rows(), CHUNK)]
+        tiles += [(dv, block_v)] if dv is not None else []
+        descriptors, tma = _descriptors(tiles, self.config.tma)
+        q_desc, k_desc, grad_o_desc, inverse_desc, dv_desc = (*descriptors, k)[:5]
+        with on_device(q):
+            walk_back_kernel[(walk.batch * walk.heads * walk.cut.number * (walk.value_dim // block_v),)](
+                q, q_desc, k, k_desc, grad_o, grad_o_desc, solved.inverse, inverse_desc, solved.gates, solved.norms,
+                grad_initial if final is None else final, walk.lengths, k if dv is None else dv, dv_desc, grad_initial,
+                k if grad_states is None else grad_states,
+                walk.length, walk.heads, walk.chunks, *walk.cut, *q.stride()[:3], *k.stride()[:3], self.scale,
+                K=walk.key_dim, V=walk.value_dim, BLOCK_V=block_v, NORMALIZE=walk.normalize, FINAL=final is not None,
+                OUTPUT=dv is not None, TMA=tma, PRECISION=dot_precision(q.dtype), STAGES=self.config.num_stages,
+                num_warps=self.config.num_warps,
+            )  # fmt: skip
+
+    def final_gradients(self, grad_state: Tensor | None) -> Tensor | None:
+        """Return the gradient of the state after each segment, [B, H, segments, K, V], None for zeros."""
+        walk = self.walk
+        last = None if grad_state is None else grad_state.to(torch.float32).contiguous()
+        if walk.cut.number == 1:
+            return last
+        sums = walk.per_segment(walk.value_dim)
+        self(None, grad_initial=sums)
+        return walk.scan(sums, walk.transitions(), last, back=True)
+
+
+def _descriptors(tiles: list[tuple[Tensor, int]], wanted: bool) -> tuple[list[Any], bool]:
+    """Return tensor-memory descriptors of [B, T, H, W] tensors as [B * T, H * W], and whether they could be had.
+
+    A tile is a chunk of positions times the given columns. Where one of the tensors cannot be described, the tensors
+    themselves take the descriptors' places.
+    """
+    tensors = [x for x, _ in tiles]
+    if not (wanted and all(_is_describable(x) for x in tensors)):
+        return list(tensors), False
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return [
+        TensorDescriptor(
+            x, [x.shape[0] * x.shape[1], (x.shape[2] - 1) * x.stride(2) + x.shape[3]], [x.stride(1), 1], [CHUNK, width]
+        )
+        for x, width in tiles
+    ], True
+
+
+def _is_describable(x: Tensor) -> bool:
+    batch, length, heads, width = x.shape
+    return (
+        (batch == 1 or x.stride(0) == length * x.stride(1))
+        and x.stride(2) >= width
+        and x.stride(1) >= (heads - 1) * x.stride(2) + width
+        and x.data_ptr() % _TMA_ALIGNMENT == 0
+        and x.stride(1) * x.element_size() % _TMA_ALIGNMENT == 0
+        and 0 < batch * length <= _LARGEST_INT32
+    )
+
+
+def rows_together(x: Tensor) -> Tensor:
+    """Return ``x`` [B, T, H, W] with the values of a head adjacent; other strides are free, 32-bit within a chunk."""
+    return x if x.stride(3) == 1 and x.stride(1) < _LARGEST_INT32 // CHUNK else x.contiguous()
