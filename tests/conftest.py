@@ -21,3 +21,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "nightly" in config.option.markexpr:
+        return
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.skip(reason="takes many minutes: run `pytest -m nightly`"))

@@ -3,6 +3,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kernels.delta_rule import (
+    EXTREMES,
+    NAMES,
+    as_lengths,
+    by_name,
+    disturbed,
+    draw_grads,
+    draw_inputs,
+    in_dtype,
+    in_float64,
+    one_repeated_key,
+    poisoned,
+    run_op,
+)
 from tests.kernels.naive import naive_gated_delta_rule
 from validate.tolerance import deviation
 from zoo.errors import ConfigError, DTypeError, ShapeError
@@ -12,56 +26,6 @@ from zoo.kernels.gated_delta_rule.reference import (
     gated_delta_rule_backward_reference,
     gated_delta_rule_reference,
 )
-from zoo.kernels.ragged import accumulation_dtype
-
-NAMES = Inputs._fields
-
-
-def draw_inputs(batch, length, heads, key_dim, value_dim, *, with_state=True, key_size=1.0):
-    """float64; keys of unit length times ``key_size``, so that no write overshoots."""
-    q, k = (torch.randn(batch, length, heads, key_dim, dtype=torch.float64) for _ in range(2))
-    v = torch.randn(batch, length, heads, value_dim, dtype=torch.float64)
-    log_decay = -torch.rand(batch, length, heads, dtype=torch.float64)
-    beta = torch.rand(batch, length, heads, dtype=torch.float64)
-    state = torch.randn(batch, heads, key_dim, value_dim, dtype=torch.float64) if with_state else None
-    return Inputs(q, key_size * torch.nn.functional.normalize(k, dim=-1), v, log_decay, beta, state)
-
-
-def as_lengths(lengths):
-    return torch.tensor(lengths, dtype=torch.int32)
-
-
-def poisoned(inputs, lengths):
-    """The same inputs with NaN at padding."""
-    poison = [x.clone() for x in inputs[:5]]
-    for x in poison:
-        for row, valid in enumerate(lengths):
-            x[row, max(valid, 0) :] = torch.nan
-    return Inputs(*poison, inputs.initial_state)
-
-
-def in_dtype(inputs, dtype):
-    """As a model holds them: log decay in float32, the rest narrow, the state in the dtype of sums."""
-    q, k, v, log_decay, beta, state = inputs
-    wide = accumulation_dtype(dtype)
-    q, k, v, beta = (x.to(dtype) for x in (q, k, v, beta))
-    return Inputs(q, k, v, log_decay.to(wide), beta, None if state is None else state.to(wide))
-
-
-def in_float64(inputs):
-    return Inputs(*(None if x is None else x.double() for x in inputs))
-
-
-def run_op(inputs, lengths, grads=None, *, normalize=False):
-    """Return o and the final state, and with ``grads`` (of both, either None) the gradients by name."""
-    leaves = Inputs(*(None if x is None else x.detach().clone().requires_grad_(grads is not None) for x in inputs))
-    outputs = gated_delta_rule(*leaves, as_lengths(lengths), normalize=normalize)
-    if grads is None:
-        return outputs
-    given = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None]
-    wanted = {name: x for name, x in zip(NAMES, leaves, strict=True) if x is not None}
-    found = torch.autograd.grad([y for y, _ in given], list(wanted.values()), [grad for _, grad in given])
-    return [y.detach() for y in outputs], dict(zip(wanted, found, strict=True))
 
 
 def run_recurrence(inputs, lengths, grads, *, normalize=False):
@@ -70,12 +34,6 @@ def run_recurrence(inputs, lengths, grads, *, normalize=False):
     grad_o = torch.zeros_like(inputs.v) if grads[0] is None else grads[0]
     found = gated_delta_rule_backward_reference(grad_o, grads[1], inputs, row_lengths, scale, normalize)
     return outputs, {n: g for n, g, x in zip(NAMES, found, inputs, strict=True) if x is not None}
-
-
-def draw_grads(inputs):
-    batch, _, heads, key_dim = inputs.q.shape
-    state_shape = batch, heads, key_dim, inputs.v.shape[3]
-    return torch.randn_like(inputs.v), torch.randn(state_shape, dtype=accumulation_dtype(inputs.q.dtype))
 
 
 def close(found, expected):
@@ -183,54 +141,6 @@ def test_each_row_and_head_of_a_batch_is_on_its_own():
             torch.testing.assert_close(state[0, 0], whole_state[row, head])
 
 
-def constant_decay(value):
-    return lambda inputs: inputs._replace(log_decay=torch.full_like(inputs.log_decay, value))
-
-
-def decay_at(positions, value):
-    def change(inputs):
-        log_decay = inputs.log_decay / 10
-        log_decay[:, positions] = value
-        return inputs._replace(log_decay=log_decay)
-
-    return change
-
-
-def constant_beta(value):
-    return lambda inputs: inputs._replace(beta=torch.full_like(inputs.beta, value))
-
-
-def one_repeated_key(inputs):
-    """Every key the same, every write whole, nothing forgotten: A is all ones below the diagonal."""
-    return Inputs(
-        inputs.q,
-        inputs.k[:, :1].expand_as(inputs.k),
-        inputs.v,
-        torch.zeros_like(inputs.log_decay),
-        torch.ones_like(inputs.beta),
-        inputs.initial_state,
-    )
-
-
-def tiny_keys(inputs):
-    return inputs._replace(k=1e-8 * inputs.k, q=1e-8 * inputs.q)
-
-
-EXTREMES = {
-    "everything is forgotten at each step": constant_decay(-20.0),
-    "nothing is forgotten": constant_decay(0.0),
-    "nothing is written": constant_beta(0.0),
-    "everything is written": constant_beta(1.0),
-    "one repeated key": one_repeated_key,
-    "keys near zero": tiny_keys,
-    "strong decay in the middle of a chunk": decay_at([31, 90], -300.0),
-    "decay beyond any float in the middle of a chunk": decay_at([31, 90], -1e6),
-    "infinite decay in the middle of a chunk": decay_at([31, 90], -torch.inf),
-    "infinite decay at the borders of chunks": decay_at([0, 63, 64, 127, 129], -torch.inf),
-    "infinite decay at each step": constant_decay(-torch.inf),
-}
-
-
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -262,15 +172,6 @@ def assert_inside_the_tolerance(inputs, lengths, *, normalize):
         assert judged.rms <= judged.rms_allowed + 4 * max(d.rms for d in floor), f"{name}: {judged}"
         assert judged.max <= judged.max_allowed + 4 * max(d.max for d in floor), f"{name}: {judged}"
     return found
-
-
-def by_name(result):
-    (o, state), gradients = result
-    return {"o": o, "state": state, **{f"grad {name}": x for name, x in gradients.items()}}
-
-
-def disturbed(inputs):
-    return Inputs(*(x * (1 + torch.finfo(torch.float32).eps * torch.empty_like(x).uniform_(-1, 1)) for x in inputs))
 
 
 @pytest.mark.parametrize("normalize", [False, True])

@@ -29,11 +29,21 @@ SHARED_KILOBYTES = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 Triton compiles kernels that ask for more; they fail at the first launch."""
 
 
+_LONG = {"gated_delta": re.compile(r"bf16 K64 V64|(solve|output|states|scan|step|gradients) (fp16|fp32) K32 V32")}
+"""What ``--quick`` compiles of ops whose builds take many minutes: everything at the width that matters most in bf16,
+whole rows at a narrow width in the other dtypes. A wide float32 kernel takes up to a minute."""
+
+
 @functools.cache
 def all_builds(capability: int) -> tuple[KernelBuild, ...]:
     """Return the builds of every op that has Triton kernels; which they are may depend on the capability."""
     modules = [importlib.import_module(name) for name in OPS if importlib.util.find_spec(name) is not None]
     return tuple(build for module in modules if hasattr(module, "builds") for build in module.builds(capability))
+
+
+def is_quick(name: str) -> bool:
+    """Return whether ``--quick`` compiles the build of this name: all but the wide ones of ops that take long."""
+    return all(not name.startswith(op) or chosen.search(name) is not None for op, chosen in _LONG.items())
 
 
 def compile_one(job: tuple[int, int]) -> tuple[bool, str]:
@@ -87,13 +97,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, action="append", help="90 for 9.0; may be repeated; all by default")
     parser.add_argument("--match", default="", help="only kernels whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="of ops that take long only a part, as CI does")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; one a core by default")
     options = parser.parse_args(arguments)
     jobs = [
         (capability, index)
         for capability in options.capability or CAPABILITIES
         for index, build in enumerate(all_builds(capability))
-        if options.match in build.name
+        if options.match in build.name and (is_quick(build.name) or not options.quick)
     ]
     if not jobs:
         parser.error(f"no kernel's name contains {options.match!r}")

@@ -11,6 +11,8 @@ from zoo.errors import ConfigError
 from zoo.kernels import launch
 from zoo.kernels.causal_short_conv import launch as conv
 from zoo.kernels.gated_bidirectional_linear_attention import launch as attention
+from zoo.kernels.gated_delta_rule import launch as delta_rule
+from zoo.kernels.gated_delta_rule import parameters as delta_rule_parameters
 from zoo.kernels.launch import Choice
 from zoo.kernels.rms_norm_short_conv import launch as norm_conv
 
@@ -19,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class OpSizes:
-    """What the choice depends on: channels C of the layer, taps W of the convolution, head width D."""
+    """What the choice depends on: channels C of the layer, taps W of the convolution, width D of a head."""
 
     channels: int
     conv_width: int
@@ -33,7 +35,7 @@ class Launch:
     Attributes:
         kernel: its part in the op.
         positions: positions a tile.
-        channels: channels a tile.
+        channels: channels a tile; of the walks, the gradients and the steps of the gated delta rule: values.
         warps: warps a program.
         stages: tiles in flight.
         tma: tiles move through the tensor memory accelerator, where the tensor's rows start on 16 bytes.
@@ -80,6 +82,7 @@ def choices(sizes: OpSizes, *, device: str | None = None, capability: int | None
                 _convolution(sizes, chosen, name, dtype),
                 _norm_and_convolution(sizes, chosen, name, dtype),
                 _attention(sizes, chosen, name, dtype),
+                _delta_rule(sizes, chosen, name, dtype),
             )
         )
 
@@ -134,6 +137,27 @@ def _attention(sizes: OpSizes, device: torch.device, name: str, dtype: torch.dty
             shape = (config.block_l, dim, config.num_warps, config.num_stages)
             launches.append(Launch(kernel, *shape, tma=config.tma, resident=config.resident))
     return _op("gated_bidirectional_linear_attention", name, choice, tuple(launches))
+
+
+def _delta_rule(sizes: OpSizes, device: torch.device, name: str, dtype: torch.dtype) -> OpChoice:
+    dim = sizes.head_dim
+    choice = delta_rule.choose_for(device, dtype, dim, dim)
+    launches: list[Launch] = []
+    if choice.ok:
+        table, found = delta_rule_parameters, launch.capability(device)
+        walks = {
+            "walk": table.walk_config(dim, dim, dtype, found),
+            "walk back": table.walk_back_config(dim, dim, dtype, found),
+        }
+        gradients = table.gradients_config(dim, dim, dtype, found)
+        step = table.step_config(dim, dim)
+        launches = [
+            Launch("solve", table.CHUNK, dim, table.solve_config(dim, dtype, found).num_warps, 1),
+            *(Launch(kernel, table.CHUNK, x.block_v, x.num_warps, x.num_stages, x.tma) for kernel, x in walks.items()),
+            Launch("gradients", table.CHUNK, gradients.block_v, gradients.num_warps, 1),
+            Launch("step", 1, step.block_v, step.num_warps, 1),
+        ]
+    return _op("gated_delta_rule", name, choice, tuple(launches))
 
 
 def _op(op: str, dtype: str, choice: Choice, launches: tuple[Launch, ...]) -> OpChoice:

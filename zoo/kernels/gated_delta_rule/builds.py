@@ -55,7 +55,9 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
         constants = {
             "K": key_dim, "V": value_dim, "BLOCK_V": min(value_dim, 16), "INITIAL": True, "BACK": back,
         }  # fmt: skip
-        yield _build(f"gated_delta scan {where}", triton_walk.scan_kernel, dtype, constants, 4, 1)
+        yield _build(
+            f"gated_delta scan{' back' if back else ''} {where}", triton_walk.scan_kernel, dtype, constants, 4, 1
+        )
     step = parameters.step_config(key_dim, value_dim)
     constants = {"K": key_dim, "V": value_dim, "BLOCK_V": step.block_v, "NORMALIZE": True, "INITIAL": True}
     yield _build(f"gated_delta step {where}", triton_step.step_kernel, dtype, constants, step.num_warps, 1)

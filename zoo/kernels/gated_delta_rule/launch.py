@@ -146,8 +146,9 @@ def backward(
         if length:
             with on_device(q):
                 gradients_kernel[(batch * heads * walk.chunks,)](
-                    q, k, v, grad_o, dv, *solved, states, grad_states, lengths, dq, dk, dlog_decay, dbeta,
-                    length, heads, walk.chunks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale,
+                    q, k, v, inputs.beta, grad_o, dv, *solved, states, grad_states, lengths, dq, dk, dlog_decay, dbeta,
+                    length, heads, walk.chunks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+                    *inputs.beta.stride(), scale,
                     K=key_dim, K_PADDED=max(key_dim, FEWEST_COLUMNS), V=value_dim, BLOCK_V=parallel.block_v,
                     NORMALIZE=normalize, PRECISION=dot_precision(dtype), **_warps(parallel),
                 )  # fmt: skip

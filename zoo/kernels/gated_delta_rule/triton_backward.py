@@ -19,7 +19,6 @@ is the walk; it writes dv and the G of every chunk. A second walk forward has wr
     dk = W^T q - (Z + Z^T) k - exp(g) dv S^T + exp(g_C - g) u G^T
 
 and the gradient of g_i collects every product with its exponential; that of log a_t is its sum over i >= t.
-Nothing is divided by b.
 """
 
 from __future__ import annotations
@@ -174,11 +173,11 @@ def _store(x, tile, t, end, stride, ROWS: tl.constexpr, W: tl.constexpr, PADDED:
     tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("length", "heads", "chunks"))
+@triton.jit(do_not_specialize=("length", "heads", "chunks", "stride_bb", "stride_bt"))
 def gradients_kernel(
-    q, k, v, grad_o, dv, inverse, gates, norms, states, grad_states, lengths, dq, dk, dlog_decay, dbeta,
+    q, k, v, beta, grad_o, dv, inverse, gates, norms, states, grad_states, lengths, dq, dk, dlog_decay, dbeta,
     length, heads, chunks, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
-    stride_vh, scale,
+    stride_vh, stride_bb, stride_bt, stride_bh, scale,
     K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -186,6 +185,8 @@ def gradients_kernel(
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
     C: tl.constexpr = 64
     dtype = k.dtype.element_ty
+    # Factors of short keys and queries leave the range of float16, whose last products are therefore tf32.
+    DOT: tl.constexpr = tl.float32 if k.dtype.element_ty == tl.float16 else k.dtype.element_ty
     program = tl.program_id(0)
     head = program % heads
     rest = program // heads
@@ -235,6 +236,7 @@ def gradients_kernel(
     dm_CC = tl.zeros([C, C], tl.float32)
     dg_C = tl.zeros([C], tl.float32)
     db_C = tl.zeros([C], tl.float32)
+    db_divided_C = tl.zeros([C], tl.float32)
     after_C = tl.zeros([C], tl.float32)
     dlast = 0.0
     states += place * K * V
@@ -258,6 +260,7 @@ def gradients_kernel(
         dx_CV = tl.dot(tl.trans(p_CC), do_CV, dx_CV, input_precision=PRECISION)
         dx_CV -= tl.dot(tl.trans(m_CC), dv_CV, input_precision=PRECISION)
         db_C += tl.sum(dx_CV * x_CV, 1)
+        db_divided_C += tl.sum(dv_CV.to(tl.float32) * u_CV.to(tl.float32), 1)
         dp_CC = tl.dot(do_CV, tl.trans(u_CV), dp_CC, input_precision=PRECISION)
         dm_CC = tl.dot(dv_CV, tl.trans(u_CV), dm_CC, input_precision=PRECISION)
 
@@ -267,11 +270,17 @@ def gradients_kernel(
     w_CC = dp_CC * pair_factor(gates_C, one(C, EXACT), stored_norm_C, False, C, EXACT) * q_norm_C[:, None]
     later = positions[:, None] > positions[None, :]
     pairs_CC = tl.where(later, tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION), 0.0) * w_CC
-    w_CC = w_CC.to(dtype)
+    w_CC = w_CC.to(DOT)
     z_CC = dm_CC * pair_factor(gates_C, stored_norm_C, stored_norm_C, True, C, EXACT)
     pairs_CC -= tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION) * z_CC
-    z_CC = z_CC.to(dtype)
-    dg_C += tl.sum(pairs_CC, 1) - tl.sum(pairs_CC, 0)
+    z_CC = z_CC.to(DOT)
+    if EXACT:
+        # Summed over i >= t > j, so that nothing cancels.
+        later_CC = tl.where(later, tl.cumsum(pairs_CC, 0, reverse=True), 0.0)
+        pairs_C = tl.sum(later_CC, 1)
+    else:
+        dg_C += tl.sum(pairs_CC, 1) - tl.sum(pairs_CC, 0)
+        pairs_C = tl.zeros([C], tl.float32)
 
     # Then the sums over all values, one after the other. With x' = x / |x| the gradient of x, times 1 / |x|, loses its
     # part along x'; the factors of the norms are in w, z and the rows' factors already.
@@ -284,7 +293,7 @@ def gradients_kernel(
     dq_CK *= (from_start_C * q_norm_C)[:, None]
     q_float_CK = _load(q, t, end, stride_qt, C, K, K_PADDED, True).to(tl.float32)
     dg_C += tl.sum(q_float_CK * dq_CK, 1)
-    dq_CK = tl.dot(w_CC, k_CK, dq_CK, input_precision=PRECISION)
+    dq_CK = tl.dot(w_CC, k_CK.to(DOT), dq_CK, input_precision=PRECISION)
     if NORMALIZE:
         along_C = tl.sum(q_float_CK * dq_CK, 1) * inverse_square_C
         dq_CK -= q_float_CK * along_C[:, None]
@@ -303,11 +312,11 @@ def gradients_kernel(
             x_CV = _load(v + first, t, end, stride_vt, C, V - first, BLOCK_V, True).to(tl.float32) - told_CV
             u_CV = tl.dot(inverse_CC, x_CV.to(dtype), input_precision=PRECISION).to(dtype)
             g_VK = _load(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
-        kept_CV = (u_CV.to(tl.float32) * (to_end_C * norm_C)[:, None]).to(dtype)
-        dk_CK = tl.dot(kept_CV, g_VK, dk_CK, input_precision=PRECISION)
-    dk_CK = tl.dot(tl.trans(w_CC), q_CK, dk_CK, input_precision=PRECISION)
+        kept_CV = (u_CV.to(tl.float32) * (to_end_C * norm_C)[:, None]).to(DOT)
+        dk_CK = tl.dot(kept_CV, g_VK.to(DOT), dk_CK, input_precision=PRECISION)
+    dk_CK = tl.dot(tl.trans(w_CC), q_CK.to(DOT), dk_CK, input_precision=PRECISION)
     zz_CC = z_CC + tl.trans(z_CC)
-    dk_CK -= tl.dot(zz_CC, k_CK, input_precision=PRECISION)
+    dk_CK -= tl.dot(zz_CC, k_CK.to(DOT), input_precision=PRECISION)
     if NORMALIZE:
         k_float_CK = _load(k, t, end, stride_kt, C, K, K_PADDED, True).to(tl.float32)
         along_C = tl.sum(k_float_CK * dk_CK, 1) * norm_C * norm_C
@@ -316,7 +325,13 @@ def gradients_kernel(
     dg_C += tl.where(positions == C - 1, whole * dlast, 0.0)
     valid_C = t + positions < end
     # What the write at j leaves in the state after the chunk sees the decays after j: a sum over earlier writes.
-    dlog_a_C = tl.cumsum(dg_C, 0, reverse=True) + (tl.cumsum(after_C, 0) - after_C)
+    earlier_C = tl.sum(tl.where(later, after_C[None, :], 0.0), 1)
+    dlog_a_C = tl.cumsum(dg_C, 0, reverse=True) + earlier_C + pairs_C
     dlog_a_C = tl.where(valid_C, dlog_a_C, 0.0)
     tl.store(dlog_decay + vector, dlog_a_C, mask=inside_C)
+    # dv = b dx and u = b e: their product over b^2 loses less than sums that nearly cancel, where b is not near zero.
+    beta += row.to(tl.int64) * stride_bb + head * stride_bh + (t + positions).to(tl.int64) * stride_bt
+    beta_C = tl.load(beta, mask=valid_C, other=0.0).to(tl.float32)
+    divides_C = tl.abs(beta_C) > 0.015625
+    db_C = tl.where(divides_C, db_divided_C / tl.where(divides_C, beta_C * beta_C, 1.0), db_C)
     tl.store(dbeta + vector, tl.where(valid_C, db_C, 0.0), mask=inside_C)

@@ -73,9 +73,9 @@ def _chunk(
         if NORMALIZE:
             q_norm_C = inverse_norm(q_CK) * scale
         p_CC = tl.dot(k_CK, tl.trans(q_CK), input_precision=PRECISION)
-        p_CC *= pair_factor_transposed(gates_C, one(C, EXACT), stored_norm_C, C, EXACT)
-        o_VC = tl.dot(s_lo_VK, tl.trans(q_CK), input_precision=PRECISION) * from_start_C[None, :]
-        o_VC = tl.dot(u_VC.to(dtype), p_CC.to(dtype), o_VC, input_precision=PRECISION) * q_norm_C[None, :]
+        p_CC *= pair_factor_transposed(gates_C, one(C, EXACT), stored_norm_C, C, EXACT) * q_norm_C[None, :]
+        o_VC = tl.dot(s_lo_VK, tl.trans(q_CK), input_precision=PRECISION) * (from_start_C * q_norm_C)[None, :]
+        o_VC = tl.dot(u_VC.to(dtype), p_CC.to(dtype), o_VC, input_precision=PRECISION)
         o_CV = tl.trans(o_VC.to(dtype))
         store_tile(o, o_desc, row_start, t, length, stride_ot, o_column, o_CV, C, BLOCK_V, TMA, MASKED)
     if MODE == "states":
