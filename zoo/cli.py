@@ -127,8 +127,8 @@ def inspect_kernels(
 
     The Triton kernels run where they can; everything else gets the PyTorch reference, with the reason. Launch
     parameters come from a table by compute capability, head width and bytes of an operand: nothing is tuned at run
-    time. Forward: forward, reduce, apply; backward: backward, queries, keys. TRT_ZOO_KERNELS=reference turns the
-    kernels off.
+    time. Forward: forward, reduce, apply, solve, walk, step; backward: backward, queries, keys, walk back, gradients.
+    TRT_ZOO_KERNELS=reference turns the kernels off.
 
     [dim]Examples: zoo inspect kernels · zoo inspect kernels --capability 90 · zoo inspect kernels --preset gbla-tiny[/]
     """

@@ -95,11 +95,15 @@ def resource_usage(cubin: bytes | None) -> dict[str, int] | None:
 def main(arguments: list[str] | None = None) -> int:
     """Compile, print one line a kernel and capability, and return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--capability", type=int, action="append", help="90 for 9.0; may be repeated; all by default")
+    parser.add_argument(
+        "--capability", type=int, action="append", choices=CAPABILITIES, help="90 for 9.0; repeatable; all by default"
+    )
     parser.add_argument("--match", default="", help="only kernels whose name contains this")
     parser.add_argument("--quick", action="store_true", help="of ops that take long only a part, as CI does")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; one a core by default")
     options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}; use 1 or more")
     jobs = [
         (capability, index)
         for capability in options.capability or CAPABILITIES

@@ -42,7 +42,7 @@ def check_no_tangent(op: str, *tensors: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise ConfigError(f"{op}: it has no forward-mode derivative (jvp, jacfwd); use reverse mode (backward, grad)")
+        raise ConfigError(f"{op}: it has no forward-mode derivative (jvp, jacfwd); use torch.autograd")
 
 
 def check_device(op: str, name: str, value: Tensor, x: Tensor) -> None:

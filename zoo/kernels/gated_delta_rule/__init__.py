@@ -20,7 +20,9 @@ In chunks of C positions (the form of the kernels; i, j count from the chunk's s
     o_i  = scale (exp(g_i) S^T q_i + sum_j D_ij (q_i.k_j) u_j)
     S    <- exp(g_C) S + sum_j D_Cj k_j u_j^T
 
-Every exponent is a difference g_i - g_j with i >= j, so it is at most 0: no decay, however strong, overflows.
+Every exponent is a difference g_i - g_j with i >= j, so it is at most 0: no decay, however strong, overflows. A value
+that is not finite reaches all outputs of its chunk, row and head, also earlier ones, where the recurrence would keep to
+later ones.
 """
 
 from zoo.kernels.gated_delta_rule.op import gated_delta_rule
