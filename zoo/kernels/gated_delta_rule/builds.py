@@ -37,9 +37,9 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
 
     where = f"{TRITON_TYPE[dtype]} K{key_dim} V{value_dim}"
     solve = parameters.solve_config(key_dim, dtype, capability)
-    precisions = {"DOT_PRECISION": parameters.dot_precision(dtype), "PRECISION": parameters.solve_precision(dtype)}
+    precision = parameters.dot_precision(dtype)
     if key_dim == value_dim:
-        constants = {"K": key_dim, "NORMALIZE": True, **precisions}
+        constants = {"K": key_dim, "NORMALIZE": True, "PRECISION": precision}
         yield _build(f"gated_delta solve {where}", triton_solve.solve_kernel, dtype, constants, solve.num_warps, 1)
     walk = parameters.walk_config(key_dim, value_dim, dtype, capability)
     for mode in ("output", "states", "sum", "transition"):
@@ -47,7 +47,7 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
             values = key_dim if mode == "transition" else value_dim
             constants = {
                 "K": key_dim, "V": values, "BLOCK_V": min(walk.block_v, values), "NORMALIZE": True, "INITIAL": True,
-                "TMA": tma, "MODE": mode, "PRECISION": parameters.dot_precision(dtype), "STAGES": walk.num_stages,
+                "TMA": tma, "MODE": mode, "PRECISION": precision, "STAGES": walk.num_stages,
             }  # fmt: skip
             name = f"gated_delta walk {mode} {where}{' tma' if tma else ''}"
             yield _build(name, triton_walk.walk_kernel, dtype, constants, walk.num_warps, walk.num_stages)
@@ -66,14 +66,14 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
         for tma in {False, walk.tma}:
             constants = {
                 "K": key_dim, "V": value_dim, "BLOCK_V": walk.block_v, "NORMALIZE": True, "FINAL": True, "TMA": tma,
-                "OUTPUT": output, "PRECISION": parameters.dot_precision(dtype), "STAGES": walk.num_stages,
+                "OUTPUT": output, "PRECISION": precision, "STAGES": walk.num_stages,
             }  # fmt: skip
             name = f"gated_delta walk back {'output' if output else 'sum'} {where}{' tma' if tma else ''}"
             yield _build(name, triton_backward.walk_back_kernel, dtype, constants, walk.num_warps, walk.num_stages)
     gradients = parameters.gradients_config(key_dim, value_dim, dtype, capability)
     constants = {
         "K": key_dim, "K_PADDED": max(key_dim, parameters.FEWEST_COLUMNS), "V": value_dim,
-        "BLOCK_V": gradients.block_v, "NORMALIZE": True, "PRECISION": parameters.dot_precision(dtype),
+        "BLOCK_V": gradients.block_v, "NORMALIZE": True, "PRECISION": precision,
     }  # fmt: skip
     name = f"gated_delta gradients {where}"
     yield _build(name, triton_backward.gradients_kernel, dtype, constants, gradients.num_warps, 1)

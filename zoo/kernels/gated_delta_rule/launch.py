@@ -17,7 +17,6 @@ from zoo.kernels.gated_delta_rule.parameters import (
     dot_precision,
     gradients_config,
     solve_config,
-    solve_precision,
     step_config,
 )
 from zoo.kernels.gated_delta_rule.reference import Inputs
@@ -58,8 +57,7 @@ def solve(inputs: Inputs, lengths: Tensor, normalize: bool, config: SolveConfig 
             solve_kernel[(batch * heads * chunks,)](
                 k, log_decay, beta, lengths, *solved, length, heads, chunks,
                 *k.stride()[:3], *log_decay.stride(), *beta.stride(),
-                K=key_dim, NORMALIZE=normalize, DOT_PRECISION=dot_precision(k.dtype),
-                PRECISION=solve_precision(k.dtype), **_warps(config),
+                K=key_dim, NORMALIZE=normalize, PRECISION=dot_precision(k.dtype), **_warps(config),
             )  # fmt: skip
     return solved
 

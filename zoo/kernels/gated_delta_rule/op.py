@@ -104,37 +104,17 @@ def _backward(
 
 
 @_forward.register_fake
-def _forward_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    lengths: Tensor,
-    scale: float,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(q, k, v, log_decay, beta, initial_state)
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, lengths = Inputs(*arguments[:6]), arguments[6]
     _check(inputs, lengths)
-    return torch.empty(v.shape, dtype=q.dtype, device=q.device), _empty_state(inputs)
+    return torch.empty(inputs.v.shape, dtype=inputs.q.dtype, device=inputs.q.device), _empty_state(inputs)
 
 
 @_backward.register_fake
-def _backward_fake(
-    grad_o: Tensor,
-    grad_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = Inputs(q, k, v, log_decay, beta, initial_state)
-    like = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, log_decay, beta)]
-    return like[0], like[1], like[2], like[3], like[4], _empty_state(inputs)
+def _backward_fake(grad_o: Tensor, grad_state: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    inputs = Inputs(*arguments[:6])
+    like = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs[:5]]
+    return *like, _empty_state(inputs)
 
 
 def _empty_state(inputs: Inputs) -> Tensor:

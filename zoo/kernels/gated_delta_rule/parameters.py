@@ -70,12 +70,7 @@ def segments(programs: int, chunks: int, key_dim: int, multiprocessors: int) -> 
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return the ``input_precision`` of products of tensors in this dtype."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
-
-
-def solve_precision(dtype: torch.dtype) -> str:
-    """Return the ``input_precision`` of the inverse, which is computed in float32."""
+    """Return the ``input_precision`` of the products for tensors in this dtype, also of those of float32 operands."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 

@@ -30,12 +30,13 @@ from zoo.kernels.gated_delta_rule.triton_tiles import (
     chunk_decays,
     inverse_norm,
     load_norms,
+    load_rows,
     load_tile,
     one,
     pair_factor,
     row_length,
+    store_rows,
     store_tile,
-    wide,
 )
 from zoo.kernels.gated_delta_rule.triton_walk import load_inverse
 
@@ -147,32 +148,6 @@ def walk_back_kernel(
         tl.store(grad_initial + pair * K * V + cells_VK, g_VK)
 
 
-@triton.jit
-def _load(
-    x, t, end, stride, ROWS: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr, AGAIN: tl.constexpr
-):  # fmt: skip
-    """Load [ROWS, PADDED], zeros from row ``end`` on and from column W on; AGAIN forbids to reuse an earlier load."""
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, PADDED)
-    pointers = x + wide(t) * stride + (rows[:, None] * stride + columns[None, :])
-    mask = (t + rows < end)[:, None]
-    if W < PADDED:
-        mask = mask & (columns < W)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0, volatile=AGAIN)
-
-
-@triton.jit
-def _store(x, tile, t, end, stride, ROWS: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr):
-    """Store the first W columns of [ROWS, PADDED], nothing from row ``end`` on."""
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, PADDED)
-    pointers = x + wide(t) * stride + (rows[:, None] * stride + columns[None, :])
-    mask = (t + rows < end)[:, None]
-    if W < PADDED:
-        mask = mask & (columns < W)[None, :]
-    tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=("length", "heads", "chunks", "stride_bb", "stride_bt"))
 def gradients_kernel(
     q, k, v, beta, grad_o, dv, inverse, gates, norms, states, grad_states, lengths, dq, dk, dlog_decay, dbeta,
@@ -202,8 +177,8 @@ def gradients_kernel(
     inside_C = t + positions < length
     if t >= end:
         zeros_CK = tl.zeros([C, K_PADDED], dtype)
-        _store(dq, zeros_CK, t, length, stride_dt, C, K, K_PADDED)
-        _store(dk, zeros_CK, t, length, stride_dt, C, K, K_PADDED)
+        store_rows(dq, zeros_CK, t, length, stride_dt, C, K, K_PADDED)
+        store_rows(dk, zeros_CK, t, length, stride_dt, C, K, K_PADDED)
         tl.store(dlog_decay + vector, tl.zeros([C], tl.float32), mask=inside_C)
         tl.store(dbeta + vector, tl.zeros([C], tl.float32), mask=inside_C)
         return
@@ -214,8 +189,8 @@ def gradients_kernel(
     stride_ot = heads * V
     grad_o += row.to(tl.int64) * length * stride_ot + head * V
     dv += row.to(tl.int64) * length * stride_ot + head * V
-    q_CK = _load(q, t, end, stride_qt, C, K, K_PADDED, False)
-    k_CK = _load(k, t, end, stride_kt, C, K, K_PADDED, False)
+    q_CK = load_rows(q, t, end, stride_qt, C, K, K_PADDED)
+    k_CK = load_rows(k, t, end, stride_kt, C, K, K_PADDED)
     gates_C = tl.load(gates + place * C + positions)
     from_start_C, to_end_C, whole = chunk_decays(gates_C, C, EXACT)
     norm_C, stored_norm_C = load_norms(norms + place * C, C, NORMALIZE, EXACT)
@@ -243,20 +218,20 @@ def gradients_kernel(
     grad_states += place * K * V
     inverse_CC = load_inverse(inverse, inverse, place, C, False)
     for first in tl.static_range(0, V, BLOCK_V):
-        s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, False)
-        g_VK = _load(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, False)
+        s_VK = load_rows(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED)
+        g_VK = load_rows(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED)
         dlast += tl.sum(tl.sum(s_VK.to(tl.float32) * g_VK.to(tl.float32), 1), 0)
-        s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+        s_VK = load_rows(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
         told_CV = tl.dot(k_CK, tl.trans(s_VK), input_precision=PRECISION) * (from_start_C * norm_C)[:, None]
-        dv_CV = _load(dv + first, t, end, stride_ot, C, V - first, BLOCK_V, False)
+        dv_CV = load_rows(dv + first, t, end, stride_ot, C, V - first, BLOCK_V)
         dg_C -= tl.sum(dv_CV.to(tl.float32) * told_CV, 1)
-        x_CV = _load(v + first, t, end, stride_vt, C, V - first, BLOCK_V, False).to(tl.float32) - told_CV
+        x_CV = load_rows(v + first, t, end, stride_vt, C, V - first, BLOCK_V).to(tl.float32) - told_CV
         u_CV = tl.dot(inverse_CC, x_CV.to(dtype), input_precision=PRECISION).to(dtype)
         x_CV -= tl.dot(m_CC, u_CV, input_precision=PRECISION)
-        g_VK = _load(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+        g_VK = load_rows(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
         dx_CV = tl.dot(k_CK, tl.trans(g_VK), input_precision=PRECISION) * (to_end_C * norm_C)[:, None]
         after_C += tl.sum(dx_CV * u_CV.to(tl.float32), 1)
-        do_CV = _load(grad_o + first, t, end, stride_ot, C, V - first, BLOCK_V, False)
+        do_CV = load_rows(grad_o + first, t, end, stride_ot, C, V - first, BLOCK_V)
         dx_CV = tl.dot(tl.trans(p_CC), do_CV, dx_CV, input_precision=PRECISION)
         dx_CV -= tl.dot(tl.trans(m_CC), dv_CV, input_precision=PRECISION)
         db_C += tl.sum(dx_CV * x_CV, 1)
@@ -287,41 +262,41 @@ def gradients_kernel(
     dq_CK = tl.zeros([C, K_PADDED], tl.float32)
     for first in tl.static_range(0, V, BLOCK_V):
         if V > BLOCK_V:
-            do_CV = _load(grad_o + first, t, end, stride_ot, C, V - first, BLOCK_V, False)
-            s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+            do_CV = load_rows(grad_o + first, t, end, stride_ot, C, V - first, BLOCK_V)
+            s_VK = load_rows(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
         dq_CK = tl.dot(do_CV, s_VK, dq_CK, input_precision=PRECISION)
     dq_CK *= (from_start_C * q_norm_C)[:, None]
-    q_float_CK = _load(q, t, end, stride_qt, C, K, K_PADDED, True).to(tl.float32)
+    q_float_CK = load_rows(q, t, end, stride_qt, C, K, K_PADDED, True).to(tl.float32)
     dg_C += tl.sum(q_float_CK * dq_CK, 1)
     dq_CK = tl.dot(w_CC, k_CK.to(DOT), dq_CK, input_precision=PRECISION)
     if NORMALIZE:
         along_C = tl.sum(q_float_CK * dq_CK, 1) * inverse_square_C
         dq_CK -= q_float_CK * along_C[:, None]
-    _store(dq, dq_CK, t, length, stride_dt, C, K, K_PADDED)
+    store_rows(dq, dq_CK, t, length, stride_dt, C, K, K_PADDED)
     dk_CK = tl.zeros([C, K_PADDED], tl.float32)
     for first in tl.static_range(0, V, BLOCK_V):
         if V > BLOCK_V:
-            dv_CV = _load(dv + first, t, end, stride_ot, C, V - first, BLOCK_V, False)
-            s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+            dv_CV = load_rows(dv + first, t, end, stride_ot, C, V - first, BLOCK_V)
+            s_VK = load_rows(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
         dk_CK = tl.dot(dv_CV, s_VK, dk_CK, input_precision=PRECISION)
     dk_CK *= -(from_start_C * norm_C)[:, None]
     for first in tl.static_range(0, V, BLOCK_V):
         if V > BLOCK_V:
-            s_VK = _load(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+            s_VK = load_rows(states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
             told_CV = tl.dot(k_CK, tl.trans(s_VK), input_precision=PRECISION) * (from_start_C * norm_C)[:, None]
-            x_CV = _load(v + first, t, end, stride_vt, C, V - first, BLOCK_V, True).to(tl.float32) - told_CV
+            x_CV = load_rows(v + first, t, end, stride_vt, C, V - first, BLOCK_V, True).to(tl.float32) - told_CV
             u_CV = tl.dot(inverse_CC, x_CV.to(dtype), input_precision=PRECISION).to(dtype)
-            g_VK = _load(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
+            g_VK = load_rows(grad_states + first * K, 0, V - first, K, BLOCK_V, K, K_PADDED, True)
         kept_CV = (u_CV.to(tl.float32) * (to_end_C * norm_C)[:, None]).to(DOT)
         dk_CK = tl.dot(kept_CV, g_VK.to(DOT), dk_CK, input_precision=PRECISION)
     dk_CK = tl.dot(tl.trans(w_CC), q_CK.to(DOT), dk_CK, input_precision=PRECISION)
     zz_CC = z_CC + tl.trans(z_CC)
     dk_CK -= tl.dot(zz_CC, k_CK.to(DOT), input_precision=PRECISION)
     if NORMALIZE:
-        k_float_CK = _load(k, t, end, stride_kt, C, K, K_PADDED, True).to(tl.float32)
+        k_float_CK = load_rows(k, t, end, stride_kt, C, K, K_PADDED, True).to(tl.float32)
         along_C = tl.sum(k_float_CK * dk_CK, 1) * norm_C * norm_C
         dk_CK -= k_float_CK * along_C[:, None]
-    _store(dk, dk_CK, t, length, stride_dt, C, K, K_PADDED)
+    store_rows(dk, dk_CK, t, length, stride_dt, C, K, K_PADDED)
     dg_C += tl.where(positions == C - 1, whole * dlast, 0.0)
     valid_C = t + positions < end
     # What the write at j leaves in the state after the chunk sees the decays after j: a sum over earlier writes.

@@ -72,7 +72,7 @@ def solve_kernel(
     k, log_decay, beta, lengths, inverse, gates, norms,
     length, heads, chunks, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh, stride_bb, stride_bt,
     stride_bh,
-    K: tl.constexpr, NORMALIZE: tl.constexpr, DOT_PRECISION: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write T diag(b) [64, 64], the gates and the norms of the keys of one chunk of one row and head.
 
@@ -113,7 +113,7 @@ def solve_kernel(
     else:
         sums_XIJ = gates_XI[:, :, None] - gates_XI[:, None, :]
     k_XIK = _blocks(k, t, end, stride_kt, 0, 1, 4, K)
-    a_XIJ = tl.dot(k_XIK, tl.permute(k_XIK, [0, 2, 1]), input_precision=DOT_PRECISION)
+    a_XIJ = tl.dot(k_XIK, tl.permute(k_XIK, [0, 2, 1]), input_precision=PRECISION)
     factor_XI = tl.full([4, 16], 1.0, tl.float32)
     if NORMALIZE:
         factor_XI = tl.rsqrt(tl.sum(tl.where(i == j, a_XIJ, 0.0), 2) + NORM_EPS)
@@ -143,7 +143,7 @@ def solve_kernel(
     beta_PJ, _ = _halves(beta_XI)
     k_even_PIK = _blocks(k, t, end, stride_kt, 0, 2, 2, K)
     k_odd_PIK = _blocks(k, t, end, stride_kt, 1, 2, 2, K)
-    a_PIJ = tl.dot(k_odd_PIK, tl.permute(k_even_PIK, [0, 2, 1]), input_precision=DOT_PRECISION)
+    a_PIJ = tl.dot(k_odd_PIK, tl.permute(k_even_PIK, [0, 2, 1]), input_precision=PRECISION)
     a_PIJ *= power(from_start_PI[:, :, None] + to_end_PJ[:, None, :], EXACT)
     a_PIJ *= row_factor_PI[:, :, None] * factor_PJ[:, None, :]
     even_PIJ, odd_PIJ = tl.split(tl.permute(tl.reshape(x_XIJ, [2, 2, 16, 16]), [0, 2, 3, 1]))
@@ -169,8 +169,8 @@ def solve_kernel(
         to_end_X = -gates_first_X
         from_start_X = gates_second_X
     a_XX = tl.dot(
-        load_rows(k, t + 32, end, stride_kt, 32, K), tl.trans(load_rows(k, t, end, stride_kt, 32, K)),
-        input_precision=DOT_PRECISION,
+        load_rows(k, t + 32, end, stride_kt, 32, K, K), tl.trans(load_rows(k, t, end, stride_kt, 32, K, K)),
+        input_precision=PRECISION,
     )  # fmt: skip
     a_XX *= power(from_start_X[:, None] + to_end_X[None, :], EXACT)
     a_XX *= row_factor_second_X[:, None] * factor_first_X[None, :]

@@ -6,9 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zoo.kernels.gated_delta_rule.triton_tiles import exponential, row_length
-
-NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
+from zoo.kernels.gated_delta_rule.triton_tiles import NORM_EPS, exponential, row_length
 
 
 @triton.jit

@@ -42,19 +42,33 @@ def row_length(lengths, row, length):
 
 
 @triton.jit
-def load_rows(x, t, end, stride_t, C: tl.constexpr, W: tl.constexpr):
-    """Load [C, W] from position t of one row and head, zeros from ``end`` on."""
+def _cells(x, t, end, stride_t, C: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr):
+    """Return pointers to [C, PADDED] from position t, and which are before ``end`` and column W."""
     rows = tl.arange(0, C)
-    pointers = x + wide(t) * stride_t + (rows[:, None] * stride_t + tl.arange(0, W)[None, :])
-    return tl.load(pointers, mask=(t + rows < end)[:, None], other=0.0)
+    columns = tl.arange(0, PADDED)
+    mask = (t + rows < end)[:, None]
+    if W < PADDED:
+        mask = mask & (columns < W)[None, :]
+    return x + wide(t) * stride_t + (rows[:, None] * stride_t + columns[None, :]), mask
 
 
 @triton.jit
-def store_rows(x, tile_CW, t, end, stride_t, C: tl.constexpr, W: tl.constexpr):
-    """Store [C, W] from position t of one row and head, nothing from ``end`` on."""
-    rows = tl.arange(0, C)
-    pointers = x + wide(t) * stride_t + (rows[:, None] * stride_t + tl.arange(0, W)[None, :])
-    tl.store(pointers, tile_CW.to(x.dtype.element_ty), mask=(t + rows < end)[:, None])
+def load_rows(
+    x, t, end, stride_t, C: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr, AGAIN: tl.constexpr = False
+):  # fmt: skip
+    """Load [C, PADDED] from position t of one row and head, zeros from ``end`` on and from column W on.
+
+    AGAIN forbids to reuse an earlier load.
+    """
+    pointers, mask = _cells(x, t, end, stride_t, C, W, PADDED)
+    return tl.load(pointers, mask=mask, other=0.0, volatile=AGAIN)
+
+
+@triton.jit
+def store_rows(x, tile, t, end, stride_t, C: tl.constexpr, W: tl.constexpr, PADDED: tl.constexpr):
+    """Store the first W columns of [C, PADDED] from position t, nothing from ``end`` on."""
+    pointers, mask = _cells(x, t, end, stride_t, C, W, PADDED)
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -72,7 +86,7 @@ def load_tile(
         if MASKED:
             tile = tl.where((t + tl.arange(0, C) < end)[:, None], tile, 0.0)
     elif MASKED:
-        tile = load_rows(x + column, t, end, stride_t, C, W)
+        tile = load_rows(x + column, t, end, stride_t, C, W, W)
     else:
         rows = tl.arange(0, C)
         tile = tl.load(x + wide(t) * stride_t + column + (rows[:, None] * stride_t + tl.arange(0, W)[None, :]))
@@ -86,7 +100,7 @@ def store_tile(
 ):  # fmt: skip
     """Store [C, W] from position t, nothing from ``end`` on; the twin of ``load_tile``."""
     if MASKED:
-        store_rows(x + column, tile_CW, t, end, stride_t, C, W)
+        store_rows(x + column, tile_CW, t, end, stride_t, C, W, W)
     elif TMA:
         desc.store([row_start + t, column], tile_CW.to(x.dtype.element_ty))
     else:

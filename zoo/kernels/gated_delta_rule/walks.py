@@ -101,32 +101,32 @@ class Walk:
             return self.first
         sums = self.per_segment(self.value_dim)
         self("sum", None, final=sums)
-        return self.scan(sums, self.transitions(), self.first, back=False)
+        return self.scan(sums, self.first, back=False)
 
     @functools.cached_property
-    def _transitions(self) -> Tensor:
+    def transitions(self) -> Tensor:
+        """What each segment makes of the state before it, [B, H, segments, K, K]; both directions need it."""
         transitions = self.per_segment(self.key_dim)
         self("transition", None, final=transitions)
         return transitions
-
-    def transitions(self) -> Tensor:
-        """Return what each segment makes of the state before it, [B, H, segments, K, K]."""
-        return self._transitions
 
     def per_segment(self, width: int) -> Tensor:
         """Return room for [B, H, segments, K, width] float32."""
         shape = self.batch, self.heads, self.cut.number, self.key_dim, width
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
-    def scan(self, sums: Tensor, transitions: Tensor, first: Tensor | None, *, back: bool) -> Tensor:
-        """Return the state before each segment, or with ``back`` the gradient of the state after each."""
+    def scan(self, sums: Tensor, first: Tensor | None, *, back: bool) -> Tensor:
+        """Return the state before each segment, or with ``back`` the gradient of the state after each.
+
+        Both follow from what each segment adds, ``sums`` [B, H, segments, K, V], and the first of them, zeros if None.
+        """
         from zoo.kernels.gated_delta_rule.triton_walk import scan_kernel
 
         found = torch.empty_like(sums)
         block_v = min(self.value_dim, 16)
         with on_device(self.q):
             scan_kernel[(self.batch * self.heads * (self.value_dim // block_v),)](
-                sums, transitions, sums if first is None else first, found, self.cut.number,
+                sums, self.transitions, sums if first is None else first, found, self.cut.number,
                 K=self.key_dim, V=self.value_dim, BLOCK_V=block_v, INITIAL=first is not None, BACK=back, num_warps=4,
             )  # fmt: skip
         return found
@@ -171,7 +171,7 @@ class WalkBack:
             return last
         sums = walk.per_segment(walk.value_dim)
         self(None, grad_initial=sums)
-        return walk.scan(sums, walk.transitions(), last, back=True)
+        return walk.scan(sums, last, back=True)
 
 
 def _descriptors(tiles: list[tuple[Tensor, int]], wanted: bool) -> tuple[list[Any], bool]:
