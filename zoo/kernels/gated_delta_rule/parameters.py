@@ -34,6 +34,17 @@ class WalkConfig(NamedTuple):
     tma: bool
 
 
+class RingConfig(NamedTuple):
+    """Of a warp-specialised kernel: chunks in flight, slots from one group of warps to the next, registers of a thread.
+
+    The registers (0: as many as fit one program) are what the kernel is launched with; its groups then share them out.
+    """
+
+    num_stages: int
+    num_slots: int
+    max_registers: int = 0
+
+
 class GradientsConfig(NamedTuple):
     """Of the kernel that writes a chunk's gradients: values at a time, warps, most registers of a thread (0: any)."""
 
@@ -91,6 +102,23 @@ def walk_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: in
 def walk_back_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> WalkConfig:
     """Return the parameters of the walk back."""
     return walk_config(key_dim, value_dim, dtype, capability)
+
+
+def is_specialized(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> bool:
+    """Return whether the warp-specialised kernels take these; they need the tensor cores of 9.0 and 64-row tiles."""
+    return capability == 90 and dtype.itemsize == 2 and key_dim in (64, 128) and value_dim >= CHUNK
+
+
+def walk_ring(key_dim: int, mode: str) -> RingConfig:
+    """Return the parameters of the warp-specialised walk; a mode without outputs leaves room for two programs."""
+    if mode == "output":
+        return RingConfig(3 if key_dim == 64 else 2, 2)
+    return RingConfig(3 if key_dim == 64 else 2, 2, 128 if key_dim == 64 else 0)
+
+
+def walk_back_ring(key_dim: int) -> RingConfig:
+    """Return the parameters of the warp-specialised walk back."""
+    return RingConfig(3, 2) if key_dim == 64 else RingConfig(2, 1)
 
 
 def gradients_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> GradientsConfig:

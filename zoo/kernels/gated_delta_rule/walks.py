@@ -10,12 +10,16 @@ from torch import Tensor
 
 from zoo.kernels.gated_delta_rule.parameters import (
     CHUNK,
+    RingConfig,
     Segments,
     WalkConfig,
     dot_precision,
+    is_specialized,
     segments,
     walk_back_config,
+    walk_back_ring,
     walk_config,
+    walk_ring,
 )
 from zoo.kernels.gated_delta_rule.reference import Inputs
 from zoo.kernels.launch import capability, multiprocessors, on_device
@@ -40,7 +44,11 @@ class Solved(NamedTuple):
 
 
 class Walk:
-    """Walks over the chunks of one call: all of them share tensors, parameters and segments."""
+    """Walks over the chunks of one call: all of them share tensors, parameters and segments.
+
+    Unless a ``config`` is given, the warp-specialised kernels run where there are any and tensor memory access can
+    describe the tensors.
+    """
 
     def __init__(
         self,
@@ -56,7 +64,9 @@ class Walk:
         self.lengths, self.solved, self.normalize = lengths, solved, normalize
         self.batch, self.length, self.heads, self.key_dim = self.q.shape
         self.value_dim, self.chunks = self.v.shape[3], solved.gates.shape[2]
-        self.config = config or walk_config(self.key_dim, self.value_dim, self.q.dtype, capability(self.q.device))
+        sizes = self.key_dim, self.value_dim, self.q.dtype, capability(self.q.device)
+        self.specialized = config is None and is_specialized(*sizes)
+        self.config = config or walk_config(*sizes)
         programs = self.batch * self.heads * (self.value_dim // self.config.block_v)
         self.cut = cut or segments(programs, self.chunks, self.key_dim, multiprocessors(self.q.device))
 
@@ -71,6 +81,8 @@ class Walk:
         scale: float = 1.0,
     ) -> None:
         """Walk in one of the modes of ``walk_kernel``, from ``initial`` [B, H, segments, K, V] or zeros."""
+        if self.specialized and self._specialized(mode, initial, o, final, states, scale):
+            return
         from zoo.kernels.gated_delta_rule.triton_walk import walk_kernel
 
         q, k, v, solved = self.q, self.k, self.v, self.solved
@@ -94,6 +106,38 @@ class Walk:
                 MODE=mode, TMA=tma, PRECISION=dot_precision(q.dtype), STAGES=self.config.num_stages,
                 num_warps=self.config.num_warps,
             )  # fmt: skip
+
+    def _specialized(
+        self,
+        mode: str,
+        initial: Tensor | None,
+        o: Tensor | None,
+        final: Tensor | None,
+        states: Tensor | None,
+        scale: float,
+    ) -> bool:
+        """Walk with the warp-specialised kernel; return False, having done nothing, if tensors cannot be described."""
+        value_dim = self.key_dim if mode == "transition" else self.value_dim
+        tiles = [(self.q, self.key_dim), (self.k, self.key_dim), (self.v, CHUNK), (self.solved.rows(), CHUNK)]
+        tiles += [] if o is None else [(o, CHUNK)]
+        tiles += [] if states is None else [(states.view(1, -1, 1, self.key_dim), self.key_dim)]
+        descriptors = _ring_descriptors(tiles)
+        if descriptors is None:
+            return False
+        from zoo.kernels.gated_delta_rule.gluon_walk import specialized_walk_kernel
+
+        *read, written = descriptors if len(descriptors) > 4 else (*descriptors, descriptors[1])
+        ring, solved = walk_ring(self.key_dim, mode), self.solved
+        with on_device(self.q):
+            specialized_walk_kernel[(self.batch * self.heads * self.cut.number * (value_dim // CHUNK),)](
+                *read, solved.gates, solved.norms, solved.gates if initial is None else initial, self.lengths,
+                self.k if o is None else o, written, solved.gates if final is None else final, written,
+                self.length, self.heads, self.chunks, *self.cut,
+                self.q.stride(2), self.k.stride(2), self.v.stride(2), scale,
+                K=self.key_dim, V=value_dim, BLOCK_V=CHUNK, NORMALIZE=self.normalize, INITIAL=initial is not None,
+                MODE=mode, STAGES=ring.num_stages, SLOTS=ring.num_slots, **_launch_options(ring),
+            )  # fmt: skip
+        return True
 
     def initial_states(self) -> Tensor | None:
         """Return the state before each segment, [B, H, segments, K, V], None for zeros."""
@@ -137,13 +181,16 @@ class WalkBack:
 
     def __init__(self, walk: Walk, grad_o: Tensor, scale: float, config: WalkConfig | None) -> None:
         self.walk, self.grad_o, self.scale = walk, grad_o, scale
-        device, dtype = grad_o.device, grad_o.dtype
-        self.config = config or walk_back_config(walk.key_dim, walk.value_dim, dtype, capability(device))
+        sizes = walk.key_dim, walk.value_dim, grad_o.dtype, capability(grad_o.device)
+        self.specialized = config is None and is_specialized(*sizes)
+        self.config = config or walk_back_config(*sizes)
 
     def __call__(
         self, final: Tensor | None, *, grad_initial: Tensor, dv: Tensor | None = None, grad_states: Tensor | None = None
     ) -> None:
         """Walk from ``final`` [B, H, segments, K, V] or zeros; without ``dv`` only for the gradients of the states."""
+        if self.specialized and self._specialized(final, grad_initial, dv, grad_states):
+            return
         from zoo.kernels.gated_delta_rule.triton_backward import walk_back_kernel
 
         walk, grad_o, solved = self.walk, self.grad_o, self.walk.solved
@@ -162,6 +209,32 @@ class WalkBack:
                 OUTPUT=dv is not None, TMA=tma, PRECISION=dot_precision(q.dtype), STAGES=self.config.num_stages,
                 num_warps=self.config.num_warps,
             )  # fmt: skip
+
+    def _specialized(
+        self, final: Tensor | None, grad_initial: Tensor, dv: Tensor | None, grad_states: Tensor | None
+    ) -> bool:
+        """Walk with the warp-specialised kernel; return False, having done nothing, if tensors cannot be described."""
+        walk, solved = self.walk, self.walk.solved
+        tiles = [(walk.q, walk.key_dim), (walk.k, walk.key_dim), (self.grad_o, CHUNK), (solved.rows(), CHUNK)]
+        if dv is not None and grad_states is not None:
+            tiles += [(dv, CHUNK), (grad_states.view(1, -1, 1, walk.key_dim), walk.key_dim)]
+        descriptors = _ring_descriptors(tiles)
+        if descriptors is None:
+            return False
+        from zoo.kernels.gated_delta_rule.gluon_backward import specialized_walk_back_kernel
+
+        ring = walk_back_ring(walk.key_dim)
+        q_desc, k_desc, grad_o_desc, inverse_desc, dv_desc, grad_states_desc = (*descriptors, *descriptors[2:0:-1])[:6]
+        with on_device(walk.q):
+            specialized_walk_back_kernel[(walk.batch * walk.heads * walk.cut.number * (walk.value_dim // CHUNK),)](
+                q_desc, k_desc, grad_o_desc, inverse_desc, solved.gates, solved.norms,
+                grad_initial if final is None else final, walk.lengths, walk.k if dv is None else dv, dv_desc,
+                grad_initial, grad_states_desc, walk.length, walk.heads, walk.chunks, *walk.cut,
+                walk.q.stride(2), walk.k.stride(2), self.scale,
+                K=walk.key_dim, V=walk.value_dim, BLOCK_V=CHUNK, NORMALIZE=walk.normalize, FINAL=final is not None,
+                OUTPUT=dv is not None, STAGES=ring.num_stages, SLOTS=ring.num_slots, **_launch_options(ring),
+            )  # fmt: skip
+        return True
 
     def final_gradients(self, grad_state: Tensor | None) -> Tensor | None:
         """Return the gradient of the state after each segment, [B, H, segments, K, V], None for zeros."""
@@ -185,12 +258,37 @@ def _descriptors(tiles: list[tuple[Tensor, int]], wanted: bool) -> tuple[list[An
         return list(tensors), False
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    return [TensorDescriptor(x, *_rows_of_heads(x), [CHUNK, width]) for x, width in tiles], True
+
+
+def _ring_descriptors(tiles: list[tuple[Tensor, int]]) -> list[Any] | None:
+    """Return the same for Gluon, whose descriptors know how a tile lies in shared memory; None if one cannot be had."""
+    if not all(_is_describable(x) for x, _ in tiles):
+        return None
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     return [
-        TensorDescriptor(
-            x, [x.shape[0] * x.shape[1], (x.shape[2] - 1) * x.stride(2) + x.shape[3]], [x.stride(1), 1], [CHUNK, width]
-        )
+        TensorDescriptor(x, *_rows_of_heads(x), [CHUNK, width], shared_layout(CHUNK, width, x.dtype))
         for x, width in tiles
-    ], True
+    ]
+
+
+@functools.cache
+def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """Return how a tile lies in shared memory for tensor memory access and the tensor cores of 9.0."""
+    from triton.experimental.gluon import language as gl
+
+    types = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], types[dtype])
+
+
+def _rows_of_heads(x: Tensor) -> tuple[list[int], list[int]]:
+    """Return shape and strides of [B, T, H, W] as [B * T, H * W]."""
+    return [x.shape[0] * x.shape[1], (x.shape[2] - 1) * x.stride(2) + x.shape[3]], [x.stride(1), 1]
+
+
+def _launch_options(ring: RingConfig) -> dict[str, int]:
+    return {"num_warps": 4, **({"maxnreg": ring.max_registers} if ring.max_registers else {})}
 
 
 def _is_describable(x: Tensor) -> bool:
