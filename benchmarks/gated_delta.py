@@ -64,11 +64,11 @@ class _Problem:
         generator = torch.Generator(device).manual_seed(0)
         self.direction = direction
         moved = size.step_bytes() // 2 if direction == STEP else size.forward_bytes()
-        self.sets = [_draw(size, generator, with_state=direction == STEP) for _ in range(timing.input_sets(moved))]
+        self.sets = [draw(size, generator, with_state=direction == STEP) for _ in range(timing.input_sets(moved))]
         for inputs in self.sets:
             for x in inputs[:5]:
                 x.requires_grad_(direction == BACKWARD)
-        self.grad = _draw(size, generator, with_state=False).v
+        self.grad = draw(size, generator).v
         self.lengths = torch.full((size.batch,), size.length, dtype=torch.int32, device=device)
 
     def op(
@@ -108,7 +108,7 @@ class _Problem:
         return _judged({"o": o, **_named((dq, dk, *others))}, dtype)
 
 
-def _draw(size: limits.DeltaRuleSize, generator: torch.Generator, *, with_state: bool) -> Inputs:
+def draw(size: limits.DeltaRuleSize, generator: torch.Generator, *, with_state: bool = False) -> Inputs:
     """Draw one input set. The generator is not torch's own, which a capture that failed leaves unusable."""
 
     def normal(*shape: int) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import conv, export_build, gated_delta, gbla_core, gbla_layer, profile_layer, train_step
+from benchmarks import conv, delta_schedule, export_build, gated_delta, gbla_core, gbla_layer, profile_layer, train_step
 from benchmarks.machine import describe_machine
 from zoo import files
 from zoo.errors import ZooError
@@ -23,6 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 REGISTRY: dict[str, tuple[Callable[..., Iterable[dict[str, Any]]], Callable[[list[dict[str, Any]]], str]]] = {
     "conv": (conv.measure, conv.table),
+    "delta_schedule": (delta_schedule.measure, delta_schedule.table),
     "export_build": (export_build.measure, export_build.table),
     "gated_delta": (gated_delta.measure, gated_delta.table),
     "gbla_core": (gbla_core.measure, gbla_core.table),

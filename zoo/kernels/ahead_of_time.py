@@ -29,7 +29,11 @@ SHARED_KILOBYTES = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 Triton compiles kernels that ask for more; they fail at the first launch."""
 
 
-_LONG = {"gated_delta": re.compile(r"bf16 K64 V64|(solve|output|states|scan|step|gradients) (fp16|fp32) K32 V32")}
+_LONG = {
+    "gated_delta": re.compile(
+        r"bf16 K64 V64|bf16 K128 V128 specialized|(solve|output|states|scan|step|gradients) (fp16|fp32) K32 V32"
+    )
+}
 """What ``--quick`` compiles of ops whose builds take many minutes: everything at the width that matters most in bf16,
 whole rows at a narrow width in the other dtypes. A wide float32 kernel takes up to a minute."""
 

@@ -145,6 +145,7 @@ class KernelBuild:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
         names = self.kernel.arg_names
         signature = {name: self.signature.get(name, "constexpr") for name in names}
@@ -153,6 +154,7 @@ class KernelBuild:
             for i, name in enumerate(names)
             if signature[name].startswith("*") or name in self.divisible
         }
-        source = ASTSource(self.kernel, signature, constexprs=dict(self.constants), attrs=aligned)
+        kind = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
+        source = kind(self.kernel, signature, dict(self.constants), aligned)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zoo.kernels.gated_delta_rule import parameters
+from zoo.kernels.gated_delta_rule.walks import shared_layout
 from zoo.kernels.launch import TRITON_TYPE, KernelBuild
 
 _WIDTHS = ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (64, 128))
@@ -61,6 +62,8 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
     step = parameters.step_config(key_dim, value_dim)
     constants = {"K": key_dim, "V": value_dim, "BLOCK_V": step.block_v, "NORMALIZE": True, "INITIAL": True}
     yield _build(f"gated_delta step {where}", triton_step.step_kernel, dtype, constants, step.num_warps, 1)
+    if parameters.is_specialized(key_dim, value_dim, dtype, capability):
+        yield from _specialized(key_dim, value_dim, dtype)
     walk = parameters.walk_back_config(key_dim, value_dim, dtype, capability)
     for output in (True, False):
         for tma in {False, walk.tma}:
@@ -79,11 +82,37 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
     yield _build(name, triton_backward.gradients_kernel, dtype, constants, gradients.num_warps, 1)
 
 
+def _specialized(key_dim: int, value_dim: int, dtype: torch.dtype) -> Iterator[KernelBuild]:
+    from zoo.kernels.gated_delta_rule import gluon_backward, gluon_walk
+
+    where = f"{TRITON_TYPE[dtype]} K{key_dim} V{value_dim} specialized"
+    sizes = {"K": key_dim, "V": value_dim, "BLOCK_V": parameters.CHUNK, "NORMALIZE": True}
+    for mode in ("output", "states", "sum", "transition"):
+        constants = {**sizes, "V": key_dim if mode == "transition" else value_dim, "INITIAL": True, "MODE": mode}
+        ring = parameters.walk_ring(key_dim, mode)
+        kernel = gluon_walk.specialized_walk_kernel
+        yield _ring_build(f"gated_delta walk {mode} {where}", kernel, dtype, constants, ring)
+    ring = parameters.walk_back_ring(key_dim)
+    for output in (True, False):
+        name = f"gated_delta walk back {'output' if output else 'sum'} {where}"
+        constants = {**sizes, "FINAL": True, "OUTPUT": output}
+        yield _ring_build(name, gluon_backward.specialized_walk_back_kernel, dtype, constants, ring)
+
+
+def _ring_build(
+    name: str, kernel: Any, dtype: torch.dtype, constants: dict[str, Any], ring: parameters.RingConfig
+) -> KernelBuild:
+    constants = {**constants, "STAGES": ring.num_stages, "SLOTS": ring.num_slots}
+    return _build(name, kernel, dtype, constants, 4, 1)
+
+
 def _build(
     name: str, kernel: Any, dtype: torch.dtype, constants: dict[str, Any], warps: int, stages: int
 ) -> KernelBuild:
     io = TRITON_TYPE[dtype]
-    widths = {"q_desc": "K", "k_desc": "K"} | dict.fromkeys(("v_desc", "o_desc", "grad_o_desc", "dv_desc"), "BLOCK_V")
+    widths = dict.fromkeys(("q_desc", "k_desc", "states_desc", "grad_states_desc"), "K")
+    widths |= dict.fromkeys(("v_desc", "o_desc", "grad_o_desc", "dv_desc"), "BLOCK_V")
+    tma = constants.get("TMA", True)
     signature = {}
     for argument in kernel.arg_names:
         if argument in constants:
@@ -94,9 +123,10 @@ def _build(
             signature[argument] = "fp32"
         elif argument == "lengths":
             signature[argument] = "*i32"
-        elif argument.endswith("_desc") and constants["TMA"] and _has(argument, constants):
+        elif argument.endswith("_desc") and tma and ("TMA" not in constants or _has(argument, constants)):
             width = constants[widths[argument]] if argument in widths else parameters.CHUNK
-            signature[argument] = f"tensordesc<{io}[{parameters.CHUNK}, {width}]>"
+            layout = "" if "TMA" in constants else f",{shared_layout(parameters.CHUNK, width, dtype)!r}"
+            signature[argument] = f"tensordesc<{io}[{parameters.CHUNK}, {width}]{layout}>"
         else:
             signature[argument] = "*fp32" if argument in _FLOAT32 else f"*{io}"
     divisible = tuple(

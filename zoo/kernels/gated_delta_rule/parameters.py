@@ -35,14 +35,10 @@ class WalkConfig(NamedTuple):
 
 
 class RingConfig(NamedTuple):
-    """Of a warp-specialised kernel: chunks in flight, slots from one group of warps to the next, registers of a thread.
-
-    The registers (0: as many as fit one program) are what the kernel is launched with; its groups then share them out.
-    """
+    """Of a warp-specialised kernel: chunks in flight, slots from one group of warps to the next."""
 
     num_stages: int
     num_slots: int
-    max_registers: int = 0
 
 
 class GradientsConfig(NamedTuple):
@@ -110,10 +106,8 @@ def is_specialized(key_dim: int, value_dim: int, dtype: torch.dtype, capability:
 
 
 def walk_ring(key_dim: int, mode: str) -> RingConfig:
-    """Return the parameters of the warp-specialised walk; a mode without outputs leaves room for two programs."""
-    if mode == "output":
-        return RingConfig(3 if key_dim == 64 else 2, 2)
-    return RingConfig(3 if key_dim == 64 else 2, 2, 128 if key_dim == 64 else 0)
+    """Return the parameters of the warp-specialised walk."""
+    return RingConfig(2 if key_dim == 128 and mode == "output" else 3, 2)
 
 
 def walk_back_ring(key_dim: int) -> RingConfig:

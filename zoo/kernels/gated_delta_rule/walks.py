@@ -10,7 +10,6 @@ from torch import Tensor
 
 from zoo.kernels.gated_delta_rule.parameters import (
     CHUNK,
-    RingConfig,
     Segments,
     WalkConfig,
     dot_precision,
@@ -43,6 +42,15 @@ class Solved(NamedTuple):
         return self.inverse.view(1, -1, 1, CHUNK)
 
 
+def schedule(inputs: Inputs, config: WalkConfig | None = None) -> Segments:
+    """Return how the rule cuts the rows of these inputs, walked with ``config`` or the table's parameters."""
+    batch, length, heads, key_dim = inputs.q.shape
+    value_dim, device = inputs.v.shape[3], inputs.q.device
+    config = config or walk_config(key_dim, value_dim, inputs.q.dtype, capability(device))
+    programs = batch * heads * (value_dim // config.block_v)
+    return segments(programs, -(-length // CHUNK), key_dim, multiprocessors(device))
+
+
 class Walk:
     """Walks over the chunks of one call: all of them share tensors, parameters and segments.
 
@@ -67,8 +75,7 @@ class Walk:
         sizes = self.key_dim, self.value_dim, self.q.dtype, capability(self.q.device)
         self.specialized = config is None and is_specialized(*sizes)
         self.config = config or walk_config(*sizes)
-        programs = self.batch * self.heads * (self.value_dim // self.config.block_v)
-        self.cut = cut or segments(programs, self.chunks, self.key_dim, multiprocessors(self.q.device))
+        self.cut = cut or schedule(inputs, config)
 
     def __call__(
         self,
@@ -135,7 +142,7 @@ class Walk:
                 self.length, self.heads, self.chunks, *self.cut,
                 self.q.stride(2), self.k.stride(2), self.v.stride(2), scale,
                 K=self.key_dim, V=value_dim, BLOCK_V=CHUNK, NORMALIZE=self.normalize, INITIAL=initial is not None,
-                MODE=mode, STAGES=ring.num_stages, SLOTS=ring.num_slots, **_launch_options(ring),
+                MODE=mode, STAGES=ring.num_stages, SLOTS=ring.num_slots, num_warps=4,
             )  # fmt: skip
         return True
 
@@ -232,7 +239,7 @@ class WalkBack:
                 grad_initial, grad_states_desc, walk.length, walk.heads, walk.chunks, *walk.cut,
                 walk.q.stride(2), walk.k.stride(2), self.scale,
                 K=walk.key_dim, V=walk.value_dim, BLOCK_V=CHUNK, NORMALIZE=walk.normalize, FINAL=final is not None,
-                OUTPUT=dv is not None, STAGES=ring.num_stages, SLOTS=ring.num_slots, **_launch_options(ring),
+                OUTPUT=dv is not None, STAGES=ring.num_stages, SLOTS=ring.num_slots, num_warps=4,
             )  # fmt: skip
         return True
 
@@ -285,10 +292,6 @@ def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
 def _rows_of_heads(x: Tensor) -> tuple[list[int], list[int]]:
     """Return shape and strides of [B, T, H, W] as [B * T, H * W]."""
     return [x.shape[0] * x.shape[1], (x.shape[2] - 1) * x.stride(2) + x.shape[3]], [x.stride(1), 1]
-
-
-def _launch_options(ring: RingConfig) -> dict[str, int]:
-    return {"num_warps": 4, **({"maxnreg": ring.max_registers} if ring.max_registers else {})}
 
 
 def _is_describable(x: Tensor) -> bool:

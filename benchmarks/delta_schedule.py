@@ -1,0 +1,85 @@
+"""The schedule of the gated delta rule: whole rows against rows cut into segments, over B x H and T."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import gated_delta, limits, tables, timing
+from zoo.kernels.gated_delta_rule import launch
+from zoo.kernels.gated_delta_rule.parameters import CHUNK, Segments
+from zoo.kernels.gated_delta_rule.walks import schedule
+
+PAIRS = "1,2,4,8,16,32,64,128"
+LENGTHS = "1024,2048,4096,8192,16384,32768,65536"
+NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+MOST_POSITIONS = 2**22
+"""Of all rows and heads together: beyond it the device is full whatever the schedule."""
+
+
+def measure(dims: str = "64,128", pairs: str = PAIRS, lengths: str = LENGTHS) -> Iterator[dict[str, Any]]:
+    """Yield a row a width, number of rows and heads, and length: milliseconds of a forward by number of segments.
+
+    Args:
+        dims: comma-separated, of keys and values alike.
+        pairs: comma-separated B x H.
+        lengths: comma-separated T.
+    """
+    device = timing.require_cuda("delta_schedule")
+    generator = torch.Generator(device).manual_seed(0)
+    for dim, pair, length in itertools.product(*map(tables.integers, (dims, pairs, lengths))):
+        if pair * length <= MOST_POSITIONS:
+            yield _one(limits.DeltaRuleSize(1, length, pair, dim), device, generator)
+            torch.cuda.empty_cache()
+
+
+def _one(size: limits.DeltaRuleSize, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+    sets = [gated_delta.draw(size, generator) for _ in range(timing.input_sets(size.forward_bytes(), most=4))]
+    lengths = torch.full((1,), size.length, dtype=torch.int32, device=device)
+    chunks = -(-size.length // CHUNK)
+    chosen = schedule(sets[0])
+    cuts = {chosen.number: chosen}
+    for number in NUMBERS:
+        each = -(-chunks // number)
+        cuts.setdefault(-(-chunks // each), Segments(-(-chunks // each), each))
+
+    def run(cut: Segments, index: int) -> Any:
+        return launch.forward(sets[index], lengths, 1.0, True, cut=cut)
+
+    candidates = {str(number): partial(run, cut) for number, cut in sorted(cuts.items())}
+    found = timing.time_graphs(candidates, len(sets), rounds=2, seconds=0.01)
+    return {
+        **vars(size),
+        "dtype": "bf16",
+        "chosen": chosen.number,
+        "graph_ms": {number: taken._asdict() for number, taken in found.items()},
+    }
+
+
+def best(row: dict[str, Any]) -> tuple[int, float]:
+    """Return the fastest number of segments of a row, and its milliseconds."""
+    number, taken = min(row["graph_ms"].items(), key=lambda item: float(item[1]["median"]))
+    return int(number), float(taken["median"])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as text."""
+    headers = ["D", "B x H", "T", "whole rows ms", "segments", "ms", "gain", "best", "best ms", "lost to best"]
+    lines = []
+    for row in rows:
+        whole, mine = (row["graph_ms"][str(number)]["median"] for number in (1, row["chosen"]))
+        number, least = best(row)
+        lines.append(
+            [
+                row["head_dim"], row["num_heads"], row["length"], whole, row["chosen"], mine,
+                tables.times(whole / mine), number, least, tables.share(mine / least - 1),
+            ]
+        )  # fmt: skip
+    notes = [
+        "bf16, forward in a CUDA graph, median. Segments: as `parameters.segments` cuts a row; best: of all tried."
+    ]
+    return tables.render(headers, lines, notes)
