@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import (
     conv,
+    delta_schedule,
     docs,
     gate,
     gbla_core,
@@ -319,26 +320,46 @@ def test_the_pages_show_the_results_that_are_committed(capsys):
     assert docs.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_the_plot_is_drawn_from_a_result(tmp_path, capsys):
-    def timed(**medians):
-        return {name: {"median": median} for name, median in medians.items()}
+def timed(**medians):
+    return {name: {"median": median} for name, median in medians.items()}
 
-    rows = [
-        {
-            "length": length, "batch": 8, "d_model": 1024, "num_heads": 16, "head_dim": 64, "dtype": "bf16",
-            "graph_ms": timed(gbla=1e-4 * length, fa3=1e-7 * length**2, cudnn=2e-7 * length**2),
-            "limit_ms": 9e-5 * length,
-        }
-        for length in (2048, 512, 8192)
-    ]  # fmt: skip
-    result = tmp_path / "gbla_layer.json"
+
+LAYER_ROWS = [
+    {
+        "length": length, "batch": 8, "d_model": 1024, "num_heads": 16, "head_dim": 64, "dtype": "bf16",
+        "graph_ms": timed(gbla=1e-4 * length, fa3=1e-7 * length**2, cudnn=2e-7 * length**2),
+        "limit_ms": 9e-5 * length,
+    }
+    for length in (2048, 512, 8192)
+]  # fmt: skip
+SCHEDULE_ROWS = [
+    {
+        "head_dim": dim, "num_heads": pairs, "length": length, "chosen": 1 if pairs > 4 else 4,
+        "graph_ms": {"1": {"median": 1e-5 * length}, "4": {"median": 5e-7 * length * pairs}},
+    }
+    for dim in (64, 128) for pairs in (1, 8, 32) for length in (1024, 4096) if pairs * length < 2**17
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("gbla_layer", LAYER_ROWS), ("delta_schedule", SCHEDULE_ROWS)], ids=["layer", "schedule"]
+)
+def test_a_plot_is_drawn_from_a_result(name, rows, tmp_path, capsys):
+    result, image = tmp_path / f"{name}.json", tmp_path / "images" / "it.png"
     result.write_text(json.dumps({"machine": {"gpu": "NVIDIA H200, 580.159.04"}, "rows": rows}))
-    assert plot.main(["--result", str(result), "--out", str(tmp_path / "images" / "layer.png")]) == 0
-    assert (tmp_path / "images" / "layer.png").read_bytes().startswith(b"\x89PNG")
+    assert plot.main([name, "--result", str(result), "--out", str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
     result.write_text("{}")
-    assert plot.main(["--result", str(result)]) == 2
-    assert "python -m benchmarks.run gbla_layer" in capsys.readouterr().err
+    assert plot.main([name, "--result", str(result)]) == 2
+    assert f"python -m benchmarks.run {name}" in capsys.readouterr().err
     result.write_text(json.dumps({"rows": [{"length": 1, "graph_ms": {}, "limit_ms": 1.0}]}))
-    assert plot.main(["--result", str(result)]) == 2
+    assert plot.main([name, "--result", str(result)]) == 2
     with pytest.raises(DataError):
-        plot.draw(tmp_path / "absent.json", tmp_path / "x.png")
+        plot.draw(name, tmp_path / "absent.json", tmp_path / "x.png")
+
+
+def test_the_table_of_the_schedule_says_what_the_rule_loses():
+    text = delta_schedule.table(SCHEDULE_ROWS)
+    assert "lost to best" in text and "25%" in delta_schedule.table(
+        [{**SCHEDULE_ROWS[0], "chosen": 1, "graph_ms": timed(**{"1": 1.25, "4": 1.0})}]
+    )

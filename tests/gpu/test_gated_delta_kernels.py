@@ -52,9 +52,9 @@ OLDER = 80
 
 
 class Case(NamedTuple):
-    """One configuration of all kernels: the table of this GPU or of an older one, whole rows or segments."""
+    """One configuration of all kernels: as the op launches them or those of a table, whole rows or segments."""
 
-    table: int
+    table: int | None
     key_dim: int
     value_dim: int
     dtype: torch.dtype
@@ -63,11 +63,19 @@ class Case(NamedTuple):
     with_state: bool = True
 
     def __str__(self):
-        marks = [f"sm{self.table}", f"K{self.key_dim}", f"V{self.value_dim}", str(self.dtype).removeprefix("torch.")]
+        marks = [
+            f"sm{self.table}" if self.table else "op",
+            f"K{self.key_dim}",
+            f"V{self.value_dim}",
+            str(self.dtype).removeprefix("torch."),
+        ]
         switches = {"cut": self.cut is not None, "raw": not self.normalize, "stateless": not self.with_state}
         return "-".join([*marks, *(name for name, on in switches.items() if on)])
 
     def configs(self):
+        """Return parameters of the Triton kernels, which forbid the specialised ones; none without a table."""
+        if self.table is None:
+            return {}
         sizes = self.key_dim, self.value_dim, self.dtype, self.table
         return {
             "solve_with": parameters.solve_config(self.key_dim, self.dtype, self.table),
@@ -84,23 +92,26 @@ class Case(NamedTuple):
         """A twin of ``run_op`` with the launches of this case."""
         call = inputs, as_lengths(lengths, "cuda"), inputs.q.shape[3] ** -0.5, normalize
         configs = self.configs()
-        forward = {name: configs[name] for name in ("solve_with", "walk_with")}
+        forward = {name: x for name, x in configs.items() if name in ("solve_with", "walk_with")}
         gradients = launch.backward(*grads, *call, **configs, cut=self.cut)
         named = {name: x for name, x, given in zip(NAMES, gradients, inputs, strict=True) if given is not None}
         return launch.forward(*call, **forward, cut=self.cut), named
 
 
-PLAIN = [Case(OWN, *widths, dtype) for widths in WIDTHS for dtype in DTYPES]
+PLAIN = [Case(None, *widths, dtype) for widths in WIDTHS for dtype in DTYPES]
+TABLED = [case._replace(table=OWN) for case in PLAIN]
 OLD = [case._replace(table=OLDER) for case in PLAIN]
 CASES = [
     *PLAIN,
-    *(old for old, own in zip(OLD, PLAIN, strict=True) if old.configs() != own.configs()),
+    *(case for case in TABLED if parameters.is_specialized(*case[1:4], OWN)),
+    *(old for old, own in zip(OLD, TABLED, strict=True) if old.configs() != own.configs()),
     *(case._replace(cut=CUT) for case in PLAIN if case.key_dim <= 128),
-    *(Case(OWN, 64, 64, dtype, normalize=False) for dtype in DTYPES),
-    *(Case(OWN, 64, 64, dtype, with_state=False) for dtype in DTYPES),
+    *(Case(OWN, 64, 64, dtype, cut=CUT) for dtype in DTYPES),
+    *(Case(None, 64, 64, dtype, normalize=False) for dtype in DTYPES),
+    *(Case(None, 64, 64, dtype, with_state=False) for dtype in DTYPES),
 ]
 USUAL = [case for case in CASES if (case.key_dim, case.value_dim) == (64, 64) and case.with_state]
-BASE = Case(OWN, 64, 64, BRAIN)
+BASE = Case(None, 64, 64, BRAIN)
 """What all tests use that do not go through the cases."""
 
 FAILED: dict[Case, str] = {}
@@ -368,9 +379,16 @@ def test_an_exported_module_holds_the_op_once_and_runs():
 
 def compiled_kernels():
     """Return how many compiled kernels of the op this device holds."""
-    from zoo.kernels.gated_delta_rule import triton_backward, triton_solve, triton_step, triton_walk
+    from zoo.kernels.gated_delta_rule import (
+        gluon_backward,
+        gluon_walk,
+        triton_backward,
+        triton_solve,
+        triton_step,
+        triton_walk,
+    )
 
-    modules = triton_backward, triton_solve, triton_step, triton_walk
+    modules = gluon_backward, gluon_walk, triton_backward, triton_solve, triton_step, triton_walk
     kernels = {id(x): x for module in modules for name, x in vars(module).items() if name.endswith("_kernel")}
     return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels.values())
 
@@ -404,7 +422,7 @@ def test_grids_pass_65535_programs(length):
     judge({name: x[rows] for name, x in found.items()}, ref64, low, BRAIN)
 
 
-@pytest.mark.parametrize("table", sorted({OWN, OLDER}))
+@pytest.mark.parametrize("table", [None, OWN, OLDER])
 @pytest.mark.parametrize("cut", [True, False], ids=["segments", "whole rows"])
 def test_offsets_pass_two_to_the_31(cut, table):
     """A row of more than 2^31 elements. It forgets fast, so its last positions can be computed alone."""

@@ -179,9 +179,9 @@ def _chain(
             fence_async_shared()
             tma_store(states_desc, [states_row + c * V, 0], state_s.index(slot))
         told_VC = warpgroup_mma_wait(0, deps=(told_VC,))
-        x_VC = -told_VC * from_start_C[None, :]
+        x_VC = told_VC * -from_start_C[None, :]
         if MODE != "transition":
-            x_VC += v_VC
+            x_VC = v_VC - told_VC * from_start_C[None, :]
         x_VC = gl.convert_layout(x_VC.to(dtype), left)
         u_VC = warpgroup_mma(x_VC, inverse_s.index(stage).permute((1, 0)), zeros_VC, is_async=True)
         s_VK = s_VK * whole
