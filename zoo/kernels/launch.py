@@ -130,6 +130,7 @@ class KernelBuild:
         num_warps: warps a program.
         num_stages: depth of the software pipeline.
         divisible: integer arguments that are multiples of 16, as pointers are always taken to be.
+        max_registers: most registers of a thread; 0 for any.
     """
 
     name: str
@@ -139,6 +140,7 @@ class KernelBuild:
     num_warps: int
     num_stages: int
     divisible: tuple[str, ...] = ()
+    max_registers: int = 0
 
     def compile(self, capability: int) -> Any:
         """Compile for a compute capability, 90 for 9.0, with no GPU; the result's ``asm`` holds PTX and cubin."""
@@ -157,4 +159,6 @@ class KernelBuild:
         kind = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
         source = kind(self.kernel, signature, dict(self.constants), aligned)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers:
+            options["maxnreg"] = self.max_registers
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
     if key_dim == value_dim:
         constants = {"K": key_dim, "NORMALIZE": True, "PRECISION": precision}
         yield _build(f"gated_delta solve {where}", triton_solve.solve_kernel, dtype, constants, solve.num_warps, 1)
+        registers = parameters.solve_registers(key_dim, dtype, capability)
+        if registers is not None:
+            yield _solve_in_registers(key_dim, dtype, registers)
     walk = parameters.walk_config(key_dim, value_dim, dtype, capability)
     for mode in ("output", "states", "sum", "transition"):
         for tma in {False, walk.tma}:
@@ -80,6 +84,14 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
     }  # fmt: skip
     name = f"gated_delta gradients {where}"
     yield _build(name, triton_backward.gradients_kernel, dtype, constants, gradients.num_warps, 1)
+
+
+def _solve_in_registers(key_dim: int, dtype: torch.dtype, registers: int) -> KernelBuild:
+    from zoo.kernels.gated_delta_rule import gluon_solve
+
+    name = f"gated_delta solve {TRITON_TYPE[dtype]} K{key_dim} V{key_dim} specialized"
+    build = _build(name, gluon_solve.specialized_solve_kernel, dtype, {"K": key_dim, "NORMALIZE": True}, 1, 1)
+    return replace(build, max_registers=registers)
 
 
 def _specialized(key_dim: int, value_dim: int, dtype: torch.dtype) -> Iterator[KernelBuild]:

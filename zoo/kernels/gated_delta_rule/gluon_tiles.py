@@ -15,7 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""Triton 3.6 has only the longer names, 3.9 only the shorter ones."""
+_Shared = gl.shared_memory_descriptor
+reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
+"""Triton 3.6 has only the longer names and the private one, 3.9 only the others. The last takes memory, dtype, shape
+and layout."""
 
 
 @gluon.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from zoo.kernels.gated_delta_rule.parameters import (
     dot_precision,
     gradients_config,
     solve_config,
+    solve_registers,
     step_config,
 )
 from zoo.kernels.gated_delta_rule.reference import Inputs
@@ -40,25 +43,32 @@ def choose_for(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim
 
 def solve(inputs: Inputs, lengths: Tensor, normalize: bool, config: SolveConfig | None = None) -> Solved:
     """Return T diag(b), gates and norms of all chunks; what is wholly padding is not written."""
-    from zoo.kernels.gated_delta_rule.triton_solve import solve_kernel
-
     k, log_decay, beta = rows_together(inputs.k), inputs.log_decay, inputs.beta
     batch, length, heads, key_dim = k.shape
     chunks = -(-length // CHUNK)
-    config = config or solve_config(key_dim, k.dtype, capability(k.device))
     gates = torch.empty(batch, heads, chunks, CHUNK, dtype=torch.float32, device=k.device)
     solved = Solved(
         torch.empty(batch, heads, chunks, CHUNK, CHUNK, dtype=k.dtype, device=k.device),
         gates,
         torch.empty_like(gates) if normalize else gates,
     )
-    if gates.numel():
-        with on_device(k):
-            solve_kernel[(batch * heads * chunks,)](
-                k, log_decay, beta, lengths, *solved, length, heads, chunks,
-                *k.stride()[:3], *log_decay.stride(), *beta.stride(),
-                K=key_dim, NORMALIZE=normalize, PRECISION=dot_precision(k.dtype), **_warps(config),
-            )  # fmt: skip
+    if not gates.numel():
+        return solved
+    arguments = k, log_decay, beta, lengths, *solved, length, heads, chunks
+    strides = *k.stride()[:3], *log_decay.stride(), *beta.stride()
+    options: dict[str, Any] = {"K": key_dim, "NORMALIZE": normalize}
+    registers = solve_registers(key_dim, k.dtype, capability(k.device)) if config is None else None
+    if registers is not None:
+        from zoo.kernels.gated_delta_rule.gluon_solve import specialized_solve_kernel as kernel
+
+        options |= _warps(SolveConfig(1, registers))
+    else:
+        from zoo.kernels.gated_delta_rule.triton_solve import solve_kernel as kernel
+
+        config = config or solve_config(key_dim, k.dtype, capability(k.device))
+        options |= {"PRECISION": dot_precision(k.dtype), **_warps(config)}
+    with on_device(k):
+        kernel[(batch * heads * chunks,)](*arguments, *strides, **options)
     return solved
 
 

@@ -91,18 +91,28 @@ def walk_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: in
     block_v = min(value_dim, 64)
     if dtype == torch.float32:
         return WalkConfig(min(block_v, 32), 4, 1, False)
+    if max(key_dim, block_v) <= 32:
+        return WalkConfig(block_v, 2, 2, capability >= 90)
     stages = 3 if key_dim <= 64 else 2 if key_dim == 128 else 1
     return WalkConfig(block_v, 8 if key_dim == 256 else 4, stages, capability >= 90)
 
 
 def walk_back_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> WalkConfig:
     """Return the parameters of the walk back."""
-    return walk_config(key_dim, value_dim, dtype, capability)
+    config = walk_config(key_dim, value_dim, dtype, capability)
+    return config._replace(block_v=16, num_stages=3) if config.num_warps == 2 else config
 
 
 def is_specialized(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> bool:
     """Return whether the warp-specialised kernels take these; they need the tensor cores of 9.0 and 64-row tiles."""
     return capability == 90 and dtype.itemsize == 2 and key_dim in (64, 128) and value_dim >= CHUNK
+
+
+def solve_registers(key_dim: int, dtype: torch.dtype, capability: int) -> int | None:
+    """Return the most registers of a thread (0: any) of the inverse in registers; None where it does not take these."""
+    if capability != 90 or dtype.itemsize != 2 or key_dim not in (32, 64, 128):
+        return None
+    return 128 if key_dim == 64 else 0
 
 
 def walk_ring(key_dim: int, mode: str) -> RingConfig:
@@ -122,6 +132,5 @@ def gradients_config(key_dim: int, value_dim: int, dtype: torch.dtype, capabilit
 
 
 def step_config(key_dim: int, value_dim: int) -> StepConfig:
-    """Return the parameters of the kernel of a few positions: 16 KiB of state a program."""
-    block_v = max(16, min(value_dim, 4096 // key_dim))
-    return StepConfig(block_v, 4 if key_dim * block_v >= 4096 else 2)
+    """Return the parameters of the kernel of a few positions: up to 16 KiB of state a warp."""
+    return StepConfig(min(value_dim, 32), max(1, key_dim // 128))
