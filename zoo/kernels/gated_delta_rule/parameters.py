@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,12 @@ FEWEST_COLUMNS = 64
 
 LONGEST_STEP = 8
 """Positions up to which the recurrence itself is run, one after the other."""
-_FEWEST_CHUNKS = 8
-_WIDEST_TRANSITION = 128
+WIDEST_TRANSITION = 128
+"""Most keys of a row that is cut: what a segment makes of the state before it is [K, K]."""
+
+_FEWEST_CHUNKS = 4
+_SCAN_COST = 2.4
+_LAUNCH_COST = 6.0
 
 
 class SolveConfig(NamedTuple):
@@ -63,17 +68,33 @@ class Segments(NamedTuple):
     chunks: int
 
 
-def segments(programs: int, chunks: int, key_dim: int, multiprocessors: int) -> Segments:
-    """Return how a walk of ``programs`` programs over ``chunks`` chunks is cut.
+@functools.cache
+def segments(programs: int, transitions: int, chunks: int, slots: int) -> Segments:
+    """Return how a walk is cut: as takes least time by a count whose unit is one chunk of the walk that writes outputs.
 
-    Cutting costs a walk over the values and one over the keys before the walk itself, so a row is cut only where
-    programs are fewer than half the multiprocessors and segments keep 8 chunks. A transition of 256 keys would not fit.
+    Rows cut into n segments are walked three times: for what segments add, for their transitions, each at half the cost
+    a chunk, and for the outputs. A scan over the segments goes between, and launches. So cutting pays where it fills
+    multiprocessors that would stand idle. Measured on an H200, as ``benchmarks.delta_schedule`` does it again.
+
+    Args:
+        programs: of a walk over whole rows.
+        transitions: programs of a walk for transitions; 0 where keys are too wide to have one.
+        chunks: of a row.
+        slots: programs that run at a time.
     """
-    most = min(2 * multiprocessors // max(programs, 1), chunks // _FEWEST_CHUNKS)
-    if key_dim > _WIDEST_TRANSITION or most < 4:
-        return Segments(1, max(chunks, 1))
-    length = -(-chunks // most)
-    return Segments(-(-chunks // length), length)
+
+    def cost(cut: Segments) -> float:
+        rounds, others = (-(-walks * cut.number // slots) for walks in (programs, transitions))
+        if cut.number == 1:
+            return rounds * cut.chunks
+        return (1.5 * rounds + 0.5 * others) * cut.chunks + _SCAN_COST * cut.number + _LAUNCH_COST
+
+    whole = Segments(1, max(chunks, 1))
+    if not (programs and transitions):
+        return whole
+    most = min(chunks // _FEWEST_CHUNKS, 2 * slots // programs)
+    lengths = sorted({-(-chunks // number) for number in range(2, most + 1)}, reverse=True)
+    return min([whole, *(Segments(-(-chunks // length), length) for length in lengths)], key=cost)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -133,4 +154,5 @@ def gradients_config(key_dim: int, value_dim: int, dtype: torch.dtype, capabilit
 
 def step_config(key_dim: int, value_dim: int) -> StepConfig:
     """Return the parameters of the kernel of a few positions: up to 16 KiB of state a warp."""
-    return StepConfig(min(value_dim, 32), max(1, key_dim // 128))
+    block_v = min(value_dim, 64)
+    return StepConfig(block_v, max(1, key_dim * block_v // 4096))

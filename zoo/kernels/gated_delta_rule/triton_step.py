@@ -27,7 +27,10 @@ def step_kernel(
     stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr, INITIAL: tl.constexpr,
 ):  # fmt: skip
-    """Write o [B, T, H, V] and the final state [B, H, K, V] of one row and head for one block of values."""
+    """Write o [B, T, H, V] and the final state [B, H, K, V] of one row and head for one block of values.
+
+    The state passes through once; keeping it in the cache would only push out what is used again.
+    """
     value_blocks: tl.constexpr = V // BLOCK_V
     program = tl.program_id(0)
     columns = program % value_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -36,7 +39,7 @@ def step_kernel(
     cells_KV = (row.to(tl.int64) * heads + head) * K * V + tl.arange(0, K)[:, None] * V + columns[None, :]
     s_KV = tl.zeros([K, BLOCK_V], tl.float32)
     if INITIAL:
-        s_KV += tl.load(initial + cells_KV)
+        s_KV += tl.load(initial + cells_KV, eviction_policy="evict_first")
     end = row_length(lengths, row, length)
     q += row.to(tl.int64) * stride_qb + head * stride_qh
     k += row.to(tl.int64) * stride_kb + head * stride_kh
@@ -56,6 +59,6 @@ def step_kernel(
         s_KV += k_K[:, None] * write_V[None, :]
         o_V = tl.sum(s_KV * q_K[:, None], 0) * scale
         tl.store(o + t * heads * V + columns, o_V.to(o.dtype.element_ty))
-    tl.store(final + cells_KV, s_KV)
+    tl.store(final + cells_KV, s_KV, eviction_policy="evict_first")
     for position in tl.range(end, length):
         tl.store(o + (zero + position) * heads * V + columns, tl.zeros([BLOCK_V], o.dtype.element_ty))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zoo.kernels.gated_delta_rule.parameters import (
     CHUNK,
+    WIDEST_TRANSITION,
     Segments,
     WalkConfig,
     dot_precision,
@@ -46,9 +47,13 @@ def schedule(inputs: Inputs, config: WalkConfig | None = None) -> Segments:
     """Return how the rule cuts the rows of these inputs, walked with ``config`` or the table's parameters."""
     batch, length, heads, key_dim = inputs.q.shape
     value_dim, device = inputs.v.shape[3], inputs.q.device
-    config = config or walk_config(key_dim, value_dim, inputs.q.dtype, capability(device))
-    programs = batch * heads * (value_dim // config.block_v)
-    return segments(programs, -(-length // CHUNK), key_dim, multiprocessors(device))
+    sizes = key_dim, value_dim, inputs.q.dtype, capability(device)
+    block_v = (config or walk_config(*sizes)).block_v
+    # A warp-specialised program fills a multiprocessor; of the others two do (an estimate).
+    slots = multiprocessors(device) * (1 if config is None and is_specialized(*sizes) else 2)
+    pairs = batch * heads
+    transitions = pairs * (key_dim // min(block_v, key_dim)) if key_dim <= WIDEST_TRANSITION else 0
+    return segments(pairs * (value_dim // block_v), transitions, -(-length // CHUNK), slots)
 
 
 class Walk:
