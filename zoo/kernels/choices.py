@@ -144,20 +144,38 @@ def _delta_rule(sizes: OpSizes, device: torch.device, name: str, dtype: torch.dt
     choice = delta_rule.choose_for(device, dtype, dim, dim)
     launches: list[Launch] = []
     if choice.ok:
-        table, found = delta_rule_parameters, launch.capability(device)
-        walks = {
-            "walk": table.walk_config(dim, dim, dtype, found),
-            "walk back": table.walk_back_config(dim, dim, dtype, found),
-        }
-        gradients = table.gradients_config(dim, dim, dtype, found)
-        step = table.step_config(dim, dim)
-        launches = [
-            Launch("solve", table.CHUNK, dim, table.solve_config(dim, dtype, found).num_warps, 1),
-            *(Launch(kernel, table.CHUNK, x.block_v, x.num_warps, x.num_stages, x.tma) for kernel, x in walks.items()),
-            Launch("gradients", table.CHUNK, gradients.block_v, gradients.num_warps, 1),
-            Launch("step", 1, step.block_v, step.num_warps, 1),
-        ]
+        launches = _delta_rule_launches(dim, dtype, launch.capability(device))
     return _op("gated_delta_rule", name, choice, tuple(launches))
+
+
+def _delta_rule_launches(dim: int, dtype: torch.dtype, capability: int) -> list[Launch]:
+    table = delta_rule_parameters
+    registers = table.solve_registers(dim, dtype, capability)
+    solve = table.SolveConfig(1) if registers is not None else table.solve_config(dim, dtype, capability)
+    specialized = table.is_specialized(dim, dim, dtype, capability)
+    resident = table.resident_walks(specialized=specialized)
+    if specialized:
+        forward, back = table.walk_ring(dim, "output").num_stages, table.walk_back_ring(dim).num_stages
+        walks = [
+            Launch(f"{kernel}, specialised", table.CHUNK, table.CHUNK, 9, stages, tma=True, resident=resident)
+            for kernel, stages in (("walk", forward), ("walk back", back))
+        ]
+    else:
+        configs = {
+            "walk": table.walk_config(dim, dim, dtype, capability),
+            "walk back": table.walk_back_config(dim, dim, dtype, capability),
+        }
+        walks = [
+            Launch(kernel, table.CHUNK, x.block_v, x.num_warps, x.num_stages, x.tma, resident)
+            for kernel, x in configs.items()
+        ]
+    gradients, step = table.gradients_config(dim, dim, dtype, capability), table.step_config(dim, dim)
+    return [
+        Launch("solve" if registers is None else "solve, in registers", table.CHUNK, dim, solve.num_warps, 1),
+        *walks,
+        Launch("gradients", table.CHUNK, gradients.block_v, gradients.num_warps, 1),
+        Launch("step", 1, step.block_v, step.num_warps, 1),
+    ]
 
 
 def _op(op: str, dtype: str, choice: Choice, launches: tuple[Launch, ...]) -> OpChoice:

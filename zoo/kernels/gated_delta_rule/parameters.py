@@ -129,6 +129,11 @@ def is_specialized(key_dim: int, value_dim: int, dtype: torch.dtype, capability:
     return capability == 90 and dtype.itemsize == 2 and key_dim in (64, 128) and value_dim >= CHUNK
 
 
+def resident_walks(*, specialized: bool) -> int:
+    """Return how many programs of a walk a multiprocessor is taken to run at a time; without, an estimate."""
+    return 1 if specialized else 2
+
+
 def solve_registers(key_dim: int, dtype: torch.dtype, capability: int) -> int | None:
     """Return the most registers of a thread (0: any) of the inverse in registers; None where it does not take these."""
     if capability != 90 or dtype.itemsize != 2 or key_dim not in (32, 64, 128):

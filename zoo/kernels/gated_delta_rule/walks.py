@@ -15,6 +15,7 @@ from zoo.kernels.gated_delta_rule.parameters import (
     WalkConfig,
     dot_precision,
     is_specialized,
+    resident_walks,
     segments,
     walk_back_config,
     walk_back_ring,
@@ -49,8 +50,7 @@ def schedule(inputs: Inputs, config: WalkConfig | None = None) -> Segments:
     value_dim, device = inputs.v.shape[3], inputs.q.device
     sizes = key_dim, value_dim, inputs.q.dtype, capability(device)
     block_v = (config or walk_config(*sizes)).block_v
-    # A warp-specialised program fills a multiprocessor; of the others two do (an estimate).
-    slots = multiprocessors(device) * (1 if config is None and is_specialized(*sizes) else 2)
+    slots = multiprocessors(device) * resident_walks(specialized=config is None and is_specialized(*sizes))
     pairs = batch * heads
     transitions = pairs * (key_dim // min(block_v, key_dim)) if key_dim <= WIDEST_TRANSITION else 0
     return segments(pairs * (value_dim // block_v), transitions, -(-length // CHUNK), slots)
