@@ -381,6 +381,7 @@ def compiled_kernels():
     """Return how many compiled kernels of the op this device holds."""
     from zoo.kernels.gated_delta_rule import (
         gluon_backward,
+        gluon_gradients,
         gluon_solve,
         gluon_walk,
         triton_backward,
@@ -389,7 +390,16 @@ def compiled_kernels():
         triton_walk,
     )
 
-    modules = gluon_backward, gluon_solve, gluon_walk, triton_backward, triton_solve, triton_step, triton_walk
+    modules = (
+        gluon_backward,
+        gluon_gradients,
+        gluon_solve,
+        gluon_walk,
+        triton_backward,
+        triton_solve,
+        triton_step,
+        triton_walk,
+    )
     kernels = {id(x): x for module in modules for name, x in vars(module).items() if name.endswith("_kernel")}
     return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels.values())
 

@@ -169,11 +169,16 @@ def _delta_rule_launches(dim: int, dtype: torch.dtype, capability: int) -> list[
             Launch(kernel, table.CHUNK, x.block_v, x.num_warps, x.num_stages, x.tma, resident)
             for kernel, x in configs.items()
         ]
-    gradients, step = table.gradients_config(dim, dim, dtype, capability), table.step_config(dim, dim)
+    config, step = table.gradients_config(dim, dim, dtype, capability), table.step_config(dim, dim)
+    gradients = Launch("gradients", table.CHUNK, config.block_v, config.num_warps, 1)
+    ring = table.gradients_ring(dim, dim, dtype, capability)
+    if ring is not None:
+        block_v = min(dim, table.CHUNK)
+        gradients = Launch("gradients, specialised", table.CHUNK, block_v, 10, ring.num_blocks, tma=True)
     return [
         Launch("solve" if registers is None else "solve, in registers", table.CHUNK, dim, solve.num_warps, 1),
         *walks,
-        Launch("gradients", table.CHUNK, gradients.block_v, gradients.num_warps, 1),
+        gradients,
         Launch("step", 1, step.block_v, step.num_warps, 1),
     ]
 

@@ -19,7 +19,7 @@ _FLOAT32 = (
 )  # fmt: skip
 
 
-_SIZES = ("length", "heads", "chunks", "segments", "segment_chunks")
+_SIZES = ("batch", "length", "heads", "chunks", "segments", "segment_chunks")
 _WRITTEN_BY = {"o_desc": ("MODE", "output"), "dv_desc": ("OUTPUT", True)}
 """Descriptors that only some kernels have."""
 
@@ -83,6 +83,9 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
         "BLOCK_V": gradients.block_v, "NORMALIZE": True, "PRECISION": precision,
     }  # fmt: skip
     name = f"gated_delta gradients {where}"
+    ring = parameters.gradients_ring(key_dim, value_dim, dtype, capability)
+    if ring is not None:
+        yield _gradients_ring_build(f"{name} specialized", dtype, key_dim, value_dim, ring)
     yield _build(name, triton_backward.gradients_kernel, dtype, constants, gradients.num_warps, 1)
 
 
@@ -111,6 +114,19 @@ def _specialized(key_dim: int, value_dim: int, dtype: torch.dtype) -> Iterator[K
         yield _ring_build(name, gluon_backward.specialized_walk_back_kernel, dtype, constants, ring)
 
 
+def _gradients_ring_build(
+    name: str, dtype: torch.dtype, key_dim: int, value_dim: int, ring: parameters.GradientsRing
+) -> KernelBuild:
+    from zoo.kernels.gated_delta_rule.gluon_gradients import specialized_gradients_kernel
+
+    constants = {
+        "K": key_dim, "V": value_dim, "BLOCK_V": min(value_dim, parameters.CHUNK), "NORMALIZE": True,
+        "CHUNKS": ring.num_chunks, "BLOCKS": ring.num_blocks, "SHARED": ring.shared,
+        "VALUES_REGISTERS": ring.values_registers, "LOADER_REGISTERS": ring.loader_registers,
+    }  # fmt: skip
+    return _build(name, specialized_gradients_kernel, dtype, constants, 4, 1)
+
+
 def _ring_build(
     name: str, kernel: Any, dtype: torch.dtype, constants: dict[str, Any], ring: parameters.RingConfig
 ) -> KernelBuild:
@@ -122,8 +138,9 @@ def _build(
     name: str, kernel: Any, dtype: torch.dtype, constants: dict[str, Any], warps: int, stages: int
 ) -> KernelBuild:
     io = TRITON_TYPE[dtype]
-    widths = dict.fromkeys(("q_desc", "k_desc", "states_desc", "grad_states_desc"), "K")
-    widths |= dict.fromkeys(("v_desc", "o_desc", "grad_o_desc", "dv_desc"), "BLOCK_V")
+    states = ("states_desc", "grad_states_desc", "s_desc", "g_desc")
+    widths = dict.fromkeys(("q_desc", "k_desc", "dq_desc", "dk_desc", *states), "K")
+    widths |= dict.fromkeys(("v_desc", "o_desc", "grad_o_desc", "do_desc", "dv_desc"), "BLOCK_V")
     tma = constants.get("TMA", True)
     signature = {}
     for argument in kernel.arg_names:
@@ -137,8 +154,9 @@ def _build(
             signature[argument] = "*i32"
         elif argument.endswith("_desc") and tma and ("TMA" not in constants or _has(argument, constants)):
             width = constants[widths[argument]] if argument in widths else parameters.CHUNK
-            layout = "" if "TMA" in constants else f",{shared_layout(parameters.CHUNK, width, dtype)!r}"
-            signature[argument] = f"tensordesc<{io}[{parameters.CHUNK}, {width}]{layout}>"
+            rows = constants["BLOCK_V"] if argument in states else parameters.CHUNK
+            layout = "" if "TMA" in constants else f",{shared_layout(rows, width, dtype)!r}"
+            signature[argument] = f"tensordesc<{io}[{rows}, {width}]{layout}>"
         else:
             signature[argument] = "*fp32" if argument in _FLOAT32 else f"*{io}"
     divisible = tuple(

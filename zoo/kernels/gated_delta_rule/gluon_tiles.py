@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _Shared = gl.shared_memory_descriptor
 reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
 """Triton 3.6 has only the longer names and the private one, 3.9 only the others. The last takes memory, dtype, shape
@@ -46,7 +47,8 @@ def barriers(number: gl.constexpr, count: gl.constexpr):
 @gluon.jit
 def clear_rows(tile, first):
     """Zero the rows of a tile in shared memory from ``first`` on, by one warp: memory there may hold NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    COLUMNS: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [1, 1], [1, 0])
     for i in gl.static_range(tile.shape[0] // 8):
         if first < 8 * i + 8:
             rows = 8 * i + gl.arange(0, 8, gl.SliceLayout(1, layout))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.kernels.gated_delta_rule.gradients import Found, Written, write_gradients
 from zoo.kernels.gated_delta_rule.parameters import (
     CHUNK,
-    FEWEST_COLUMNS,
     HEAD_DIMS,
     LONGEST_STEP,
     GradientsConfig,
@@ -17,7 +17,6 @@ from zoo.kernels.gated_delta_rule.parameters import (
     SolveConfig,
     WalkConfig,
     dot_precision,
-    gradients_config,
     solve_config,
     solve_registers,
     step_config,
@@ -133,11 +132,8 @@ def backward(
         gradients_with: parameters of the kernel that writes the other gradients.
         cut: segments of both walks; default: by the rule.
     """
-    from zoo.kernels.gated_delta_rule.triton_backward import gradients_kernel
-
-    q, k, v = (rows_together(x) for x in inputs[:3])
-    batch, length, heads, key_dim = q.shape
-    value_dim, device, dtype = v.shape[3], q.device, q.dtype
+    batch, length, heads, key_dim = inputs.q.shape
+    value_dim, device, dtype = inputs.v.shape[3], inputs.q.device, inputs.q.dtype
     grad_o = grad_o.to(dtype).contiguous()
     grad_initial = torch.empty(batch, heads, key_dim, value_dim, dtype=torch.float32, device=device)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=device) for x in inputs[:3])
@@ -150,16 +146,8 @@ def backward(
         walk("states", walk.initial_states(), states=states)
         back = WalkBack(walk, grad_o, scale, walk_back_with)
         back(back.final_gradients(grad_state), dv=dv, grad_initial=grad_initial, grad_states=grad_states)
-        parallel = gradients_with or gradients_config(key_dim, value_dim, dtype, capability(device))
-        if length:
-            with on_device(q):
-                gradients_kernel[(batch * heads * walk.chunks,)](
-                    q, k, v, inputs.beta, grad_o, dv, *solved, states, grad_states, lengths, dq, dk, dlog_decay, dbeta,
-                    length, heads, walk.chunks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                    *inputs.beta.stride(), scale,
-                    K=key_dim, K_PADDED=max(key_dim, FEWEST_COLUMNS), V=value_dim, BLOCK_V=parallel.block_v,
-                    NORMALIZE=normalize, PRECISION=dot_precision(dtype), **_warps(parallel),
-                )  # fmt: skip
+        found, written = Found(grad_o, dv, states, grad_states), Written(dq, dk, dlog_decay, dbeta)
+        write_gradients(walk, inputs.beta, found, written, scale, gradients_with)
     gates = dlog_decay.to(inputs.log_decay.dtype), dbeta.to(inputs.beta.dtype)
     return Inputs(dq, dk, dv, *gates, grad_initial)
 
@@ -182,7 +170,7 @@ def _step(inputs: Inputs, lengths: Tensor, o: Tensor, final: Tensor, scale: floa
         )  # fmt: skip
 
 
-def _warps(config: SolveConfig | GradientsConfig) -> dict[str, int]:
+def _warps(config: SolveConfig) -> dict[str, int]:
     """Return the launch options for warps and, if they are limited, registers."""
     limit = {"maxnreg": config.max_registers} if config.max_registers else {}
     return {"num_warps": config.num_warps, **limit}

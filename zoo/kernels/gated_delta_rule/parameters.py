@@ -54,6 +54,17 @@ class GradientsConfig(NamedTuple):
     max_registers: int = 0
 
 
+class GradientsRing(NamedTuple):
+    """Of the warp-specialised kernel of a chunk's gradients: chunks and blocks of values in flight, whether two pairs
+    of tiles share shared memory, registers of a thread of the values' warps and of the loader's."""
+
+    num_chunks: int
+    num_blocks: int
+    shared: bool
+    values_registers: int
+    loader_registers: int
+
+
 class StepConfig(NamedTuple):
     """Of the kernel of a few positions: values of a program, warps."""
 
@@ -155,6 +166,18 @@ def gradients_config(key_dim: int, value_dim: int, dtype: torch.dtype, capabilit
     """Return the parameters of the kernel of the other gradients."""
     # With 4 warps ptxas finds no registers for float32 on 10.0; on 9.0 it does, and 4 is what has run there.
     return GradientsConfig(FEWEST_COLUMNS, 8 if dtype == torch.float32 and capability >= 100 else 4)
+
+
+def gradients_ring(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> GradientsRing | None:
+    """Return the parameters of the warp-specialised kernel of the other gradients; None where it does not take these.
+
+    float16 would leave its range in the last products.
+    """
+    wide = is_specialized(key_dim, value_dim, dtype, capability)
+    narrow = capability == 90 and key_dim == value_dim == 32
+    if dtype != torch.bfloat16 or not (wide or narrow):
+        return None
+    return GradientsRing(2, 2, True, 216, 64) if key_dim == 128 else GradientsRing(2, 3, False, 208, 64)
 
 
 def step_config(key_dim: int, value_dim: int) -> StepConfig:

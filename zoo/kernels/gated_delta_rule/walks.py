@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +134,7 @@ class Walk:
         tiles = [(self.q, self.key_dim), (self.k, self.key_dim), (self.v, CHUNK), (self.solved.rows(), CHUNK)]
         tiles += [] if o is None else [(o, CHUNK)]
         tiles += [] if states is None else [(states.view(1, -1, 1, self.key_dim), self.key_dim)]
-        descriptors = _ring_descriptors(tiles)
+        descriptors = ring_descriptors(tiles)
         if descriptors is None:
             return False
         from zoo.kernels.gated_delta_rule.gluon_walk import specialized_walk_kernel
@@ -230,7 +231,7 @@ class WalkBack:
         tiles = [(walk.q, walk.key_dim), (walk.k, walk.key_dim), (self.grad_o, CHUNK), (solved.rows(), CHUNK)]
         if dv is not None and grad_states is not None:
             tiles += [(dv, CHUNK), (grad_states.view(1, -1, 1, walk.key_dim), walk.key_dim)]
-        descriptors = _ring_descriptors(tiles)
+        descriptors = ring_descriptors(tiles)
         if descriptors is None:
             return False
         from zoo.kernels.gated_delta_rule.gluon_backward import specialized_walk_back_kernel
@@ -273,16 +274,21 @@ def _descriptors(tiles: list[tuple[Tensor, int]], wanted: bool) -> tuple[list[An
     return [TensorDescriptor(x, *_rows_of_heads(x), [CHUNK, width]) for x, width in tiles], True
 
 
-def _ring_descriptors(tiles: list[tuple[Tensor, int]]) -> list[Any] | None:
-    """Return the same for Gluon, whose descriptors know how a tile lies in shared memory; None if one cannot be had."""
-    if not all(_is_describable(x) for x, _ in tiles):
+def ring_descriptors(tiles: Sequence[tuple[Tensor, int] | tuple[Tensor, int, int]]) -> list[Any] | None:
+    """Return the same for Gluon, whose descriptors know how a tile lies in shared memory; None if one cannot be had.
+
+    A tile may name its rows where they are not those of a chunk.
+    """
+    if not all(_is_describable(x) for x, *_ in tiles):
         return None
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return [
-        TensorDescriptor(x, *_rows_of_heads(x), [CHUNK, width], shared_layout(CHUNK, width, x.dtype))
-        for x, width in tiles
-    ]
+    found = []
+    for x, width, *rest in tiles:
+        rows = rest[0] if rest else CHUNK
+        layout = shared_layout(rows, width, x.dtype)
+        found.append(TensorDescriptor(x, *_rows_of_heads(x), [rows, width], layout))
+    return found
 
 
 @functools.cache
