@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def builds(capability: int) -> list[KernelBuild]:
     return [
         build
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
-        for key_dim, value_dim in (_WIDTHS if dtype == torch.bfloat16 else _WIDTHS[1:4])
+        for key_dim, value_dim in (_WIDTHS if dtype == torch.bfloat16 else _WIDTHS[1:5])
         for build in _builds_of(key_dim, value_dim, dtype, capability)
     ]
 
@@ -47,7 +46,8 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
         if registers is not None:
             yield _solve_in_registers(key_dim, dtype, registers)
     walk = parameters.walk_config(key_dim, value_dim, dtype, capability)
-    for mode in ("output", "states", "sum", "transition"):
+    cut = ("sum", "transition") if key_dim <= parameters.WIDEST_TRANSITION else ()
+    for mode in ("output", "states", *cut):
         for tma in {False, walk.tma}:
             values = key_dim if mode == "transition" else value_dim
             constants = {
@@ -56,7 +56,7 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
             }  # fmt: skip
             name = f"gated_delta walk {mode} {where}{' tma' if tma else ''}"
             yield _build(name, triton_walk.walk_kernel, dtype, constants, walk.num_warps, walk.num_stages)
-    for back in (False, True):
+    for back in (False, True) if cut else ():
         constants = {
             "K": key_dim, "V": value_dim, "BLOCK_V": min(value_dim, 16), "INITIAL": True, "BACK": back,
         }  # fmt: skip
@@ -69,7 +69,7 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
     if parameters.is_specialized(key_dim, value_dim, dtype, capability):
         yield from _specialized(key_dim, value_dim, dtype)
     walk = parameters.walk_back_config(key_dim, value_dim, dtype, capability)
-    for output in (True, False):
+    for output in (True, False) if cut else (True,):
         for tma in {False, walk.tma}:
             constants = {
                 "K": key_dim, "V": value_dim, "BLOCK_V": walk.block_v, "NORMALIZE": True, "FINAL": True, "TMA": tma,
@@ -77,6 +77,8 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
             }  # fmt: skip
             name = f"gated_delta walk back {'output' if output else 'sum'} {where}{' tma' if tma else ''}"
             yield _build(name, triton_backward.walk_back_kernel, dtype, constants, walk.num_warps, walk.num_stages)
+    if not parameters.has_gradients(key_dim, dtype):
+        return
     gradients = parameters.gradients_config(key_dim, value_dim, dtype, capability)
     constants = {
         "K": key_dim, "K_PADDED": max(key_dim, parameters.FEWEST_COLUMNS), "V": value_dim,
@@ -93,8 +95,8 @@ def _solve_in_registers(key_dim: int, dtype: torch.dtype, registers: int) -> Ker
     from zoo.kernels.gated_delta_rule import gluon_solve
 
     name = f"gated_delta solve {TRITON_TYPE[dtype]} K{key_dim} V{key_dim} specialized"
-    build = _build(name, gluon_solve.specialized_solve_kernel, dtype, {"K": key_dim, "NORMALIZE": True}, 1, 1)
-    return replace(build, max_registers=registers)
+    constants = {"K": key_dim, "NORMALIZE": True}
+    return _build(name, gluon_solve.specialized_solve_kernel, dtype, constants, 1, 1, registers)
 
 
 def _specialized(key_dim: int, value_dim: int, dtype: torch.dtype) -> Iterator[KernelBuild]:
@@ -124,18 +126,24 @@ def _gradients_ring_build(
         "CHUNKS": ring.num_chunks, "BLOCKS": ring.num_blocks, "SHARED": ring.shared,
         "VALUES_REGISTERS": ring.values_registers, "LOADER_REGISTERS": ring.loader_registers,
     }  # fmt: skip
-    return _build(name, specialized_gradients_kernel, dtype, constants, 4, 1)
+    return _build(name, specialized_gradients_kernel, dtype, constants, 4, 1, 0)
 
 
 def _ring_build(
     name: str, kernel: Any, dtype: torch.dtype, constants: dict[str, Any], ring: parameters.RingConfig
 ) -> KernelBuild:
     constants = {**constants, "STAGES": ring.num_stages, "SLOTS": ring.num_slots}
-    return _build(name, kernel, dtype, constants, 4, 1)
+    return _build(name, kernel, dtype, constants, 4, 1, 0)
 
 
 def _build(
-    name: str, kernel: Any, dtype: torch.dtype, constants: dict[str, Any], warps: int, stages: int
+    name: str,
+    kernel: Any,
+    dtype: torch.dtype,
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    registers: int = parameters.MOST_REGISTERS,
 ) -> KernelBuild:
     io = TRITON_TYPE[dtype]
     states = ("states_desc", "grad_states_desc", "s_desc", "g_desc")
@@ -162,7 +170,7 @@ def _build(
     divisible = tuple(
         name for name in signature if name.startswith("stride_") and name[-1] in "bth" and name[7] in "qkv"
     )
-    return KernelBuild(name, kernel, signature, constants, warps, stages, divisible)
+    return KernelBuild(name, kernel, signature, constants, warps, stages, divisible, registers)
 
 
 def _has(descriptor: str, constants: dict[str, Any]) -> bool:

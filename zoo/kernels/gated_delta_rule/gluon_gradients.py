@@ -99,6 +99,12 @@ def _add(a, b):
 
 
 @gluon.jit
+def _add_before(sum_a, last_a, sum_b, last_b):
+    """Combine two stretches, each the sum of all but its last element and that: a scan gives what is before each."""
+    return sum_a + last_a + sum_b, last_b
+
+
+@gluon.jit
 def _store_rows(x, tile_CK, t, row, head, length, heads, K: gl.constexpr):
     """Store a tile to x [B, T, H, K], nothing from ``length`` on."""
     layout: gl.constexpr = tile_CK.type.layout
@@ -267,11 +273,10 @@ def _values(
                 s_tile = s_tiles.index(slot)
                 mbarrier.wait(full.index(CHUNKS + slot), (blocks // BLOCKS) & 1)
                 told_CV = warpgroup_mma(k_tile, s_tile.permute((1, 0)), zeros_CV, is_async=True)
-                # dv . exp(g) k S = dv . v - dv . x, the first of which need not wait.
                 x_CV = v_tile.load(layout).to(gl.float32)
-                dg_C -= gl.sum(dv_tile.load(layout).to(gl.float32) * x_CV, 1)
-                told_CV = warpgroup_mma_wait(0, deps=(told_CV,))
-                x_CV = x_CV - told_CV * start_C[:, None]
+                told_CV = warpgroup_mma_wait(0, deps=(told_CV,)) * start_C[:, None]
+                dg_C -= gl.sum(dv_tile.load(layout).to(gl.float32) * told_CV, 1)
+                x_CV = x_CV - told_CV
                 v_tile.store(x_CV.to(dtype))
                 fence_async_shared()
                 thread_barrier()
@@ -290,7 +295,6 @@ def _values(
                 dx_CV = dx_CV * keep_C[:, None]
                 after_C += gl.sum(dx_CV * u_CV, 1)
                 dv_CV = dv_tile.load(layout).to(gl.float32)
-                dg_C += gl.sum(dv_CV * x_CV, 1)
                 db_divided_C += gl.sum(dv_CV * u_CV, 1)
                 if first == 0:
                     mbarrier.wait(bars.index(PM_FULL), phase)
@@ -520,7 +524,7 @@ def _decays(
             # The decay of the state counts at all positions. What the write at j leaves in the state after the chunk
             # sees the decays after j: a sum over earlier writes.
             dlog_a_C = gl.associative_scan(dg_C, 0, _add, reverse=True) + dlast * gl.exp2(last)
-            dlog_a_C += gl.associative_scan(after_C, 0, _add) - after_C
+            dlog_a_C += gl.associative_scan((gl.zeros([C], gl.float32, line), after_C), 0, _add_before)[0]
             _store_gates(dlog_decay, dlog_a_C, t, row, head, end, length, heads)
             taken += 1
         head, chunk, row = _after(head, chunk, row, step_head, step_chunk, step_row, heads, chunks)

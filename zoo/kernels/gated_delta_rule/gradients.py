@@ -9,6 +9,7 @@ from torch import Tensor
 from zoo.kernels.gated_delta_rule.parameters import (
     CHUNK,
     FEWEST_COLUMNS,
+    MOST_REGISTERS,
     GradientsConfig,
     GradientsRing,
     dot_precision,
@@ -54,15 +55,15 @@ def write_gradients(
     from zoo.kernels.gated_delta_rule.triton_backward import gradients_kernel
 
     config = config or gradients_config(*sizes)
-    options = {"maxnreg": config.max_registers} if config.max_registers else {}
     q, k, v = walk.q, walk.k, walk.v
     with on_device(q):
         gradients_kernel[(walk.batch * walk.heads * walk.chunks,)](
             q, k, v, beta, found.grad_o, found.dv, *walk.solved, found.states, found.grad_states, walk.lengths,
-            *written, walk.length, walk.heads, walk.chunks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *beta.stride(),
-            scale,
+            *written, walk.length, walk.heads, walk.chunks, *(stride for x in (q, k, v) for stride in x.stride()[:3]),
+            *beta.stride(), scale,
             K=walk.key_dim, K_PADDED=max(walk.key_dim, FEWEST_COLUMNS), V=walk.value_dim, BLOCK_V=config.block_v,
-            NORMALIZE=walk.normalize, PRECISION=dot_precision(q.dtype), num_warps=config.num_warps, **options,
+            NORMALIZE=walk.normalize, PRECISION=dot_precision(q.dtype), num_warps=config.num_warps,
+            maxnreg=MOST_REGISTERS,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.kernels.gated_delta_rule import parameters
 from zoo.kernels.gated_delta_rule.gradients import Found, Written, write_gradients
 from zoo.kernels.gated_delta_rule.parameters import (
     CHUNK,
@@ -40,6 +41,16 @@ def choose_for(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim
     return choice
 
 
+def choose_backward(inputs: Inputs) -> Choice:
+    """Return whether the Triton kernels of the gradients take these inputs, and why."""
+    choice = choose(inputs)
+    if choice.ok and not parameters.has_gradients(inputs.q.shape[3], inputs.q.dtype):
+        return Choice(
+            False, f"the gradients of {inputs.q.shape[3]} keys in {inputs.q.dtype} would not fit shared memory"
+        )
+    return choice
+
+
 def solve(inputs: Inputs, lengths: Tensor, normalize: bool, config: SolveConfig | None = None) -> Solved:
     """Return T diag(b), gates and norms of all chunks; what is wholly padding is not written."""
     k, log_decay, beta = rows_together(inputs.k), inputs.log_decay, inputs.beta
@@ -60,12 +71,13 @@ def solve(inputs: Inputs, lengths: Tensor, normalize: bool, config: SolveConfig 
     if registers is not None:
         from zoo.kernels.gated_delta_rule.gluon_solve import specialized_solve_kernel as kernel
 
-        options |= _warps(SolveConfig(1, registers))
+        config = SolveConfig(1, registers)
     else:
         from zoo.kernels.gated_delta_rule.triton_solve import solve_kernel as kernel
 
         config = config or solve_config(key_dim, k.dtype, capability(k.device))
-        options |= {"PRECISION": dot_precision(k.dtype), **_warps(config)}
+        options["PRECISION"] = dot_precision(k.dtype)
+    options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers}
     with on_device(k):
         kernel[(batch * heads * chunks,)](*arguments, *strides, **options)
     return solved
@@ -168,9 +180,3 @@ def _step(inputs: Inputs, lengths: Tensor, o: Tensor, final: Tensor, scale: floa
             K=key_dim, V=value_dim, BLOCK_V=config.block_v, NORMALIZE=normalize,
             INITIAL=inputs.initial_state is not None, num_warps=config.num_warps,
         )  # fmt: skip
-
-
-def _warps(config: SolveConfig) -> dict[str, int]:
-    """Return the launch options for warps and, if they are limited, registers."""
-    limit = {"maxnreg": config.max_registers} if config.max_registers else {}
-    return {"num_warps": config.num_warps, **limit}

@@ -93,7 +93,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, log_decay, beta and of the initial state, the last even where that is None."""
     inputs = Inputs(q, k, v, log_decay, beta, initial_state)
-    if launch.choose(inputs).ok:
+    if launch.choose_backward(inputs).ok:
         gradients = launch.backward(grad_o, grad_state, inputs, lengths.contiguous(), scale, normalize)
     else:
         with torch.autocast(q.device.type, enabled=False):

@@ -13,6 +13,10 @@ FEWEST_COLUMNS = 64
 """What the kernel of the gradients pads narrower heads to: with 32 columns Triton 3.6 on Hopper gave wrong results with
 4 warps and read outside its memory with 8 (2026-11-30)."""
 
+MOST_REGISTERS = 255
+"""Of a thread. Said aloud: where a kernel needs more, ptxas 13 otherwise gave 32 of them on 8.0 and spilled everything
+(gradients, bfloat16, 64 wide: 13.6 KB spilled, 2.1 KB with this)."""
+
 LONGEST_STEP = 8
 """Positions up to which the recurrence itself is run, one after the other."""
 WIDEST_TRANSITION = 128
@@ -24,10 +28,10 @@ _LAUNCH_COST = 6.0
 
 
 class SolveConfig(NamedTuple):
-    """Of the kernel that inverts a chunk: warps of a program, most registers of a thread (0: any)."""
+    """Of the kernel that inverts a chunk: warps of a program, most registers of a thread."""
 
     num_warps: int
-    max_registers: int = 0
+    max_registers: int = MOST_REGISTERS
 
 
 class WalkConfig(NamedTuple):
@@ -47,11 +51,10 @@ class RingConfig(NamedTuple):
 
 
 class GradientsConfig(NamedTuple):
-    """Of the kernel that writes a chunk's gradients: values at a time, warps, most registers of a thread (0: any)."""
+    """Of the kernel that writes a chunk's gradients: values at a time, warps."""
 
     block_v: int
     num_warps: int
-    max_registers: int = 0
 
 
 class GradientsRing(NamedTuple):
@@ -109,8 +112,12 @@ def segments(programs: int, transitions: int, chunks: int, slots: int) -> Segmen
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return the ``input_precision`` of the products for tensors in this dtype, also of those of float32 operands."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+    """Return the ``input_precision`` of products of float32 operands for tensors in this dtype.
+
+    tf32 has the bits of float16, but tensor cores cut off what float16 rounds, so it serves bfloat16 only. Three tf32
+    products lose two bits of float32; six bfloat16 ones, at the same rate, lose none.
+    """
+    return {torch.bfloat16: "tf32", torch.float16: "tf32x3"}.get(dtype, "bf16x6")
 
 
 def solve_config(key_dim: int, dtype: torch.dtype, capability: int) -> SolveConfig:
@@ -146,10 +153,10 @@ def resident_walks(*, specialized: bool) -> int:
 
 
 def solve_registers(key_dim: int, dtype: torch.dtype, capability: int) -> int | None:
-    """Return the most registers of a thread (0: any) of the inverse in registers; None where it does not take these."""
+    """Return the most registers of a thread of the inverse in registers; None where it does not take these."""
     if capability != 90 or dtype.itemsize != 2 or key_dim not in (32, 64, 128):
         return None
-    return 128 if key_dim == 64 else 0
+    return 128 if key_dim == 64 else MOST_REGISTERS
 
 
 def walk_ring(key_dim: int, mode: str) -> RingConfig:
@@ -160,6 +167,14 @@ def walk_ring(key_dim: int, mode: str) -> RingConfig:
 def walk_back_ring(key_dim: int) -> RingConfig:
     """Return the parameters of the warp-specialised walk back."""
     return RingConfig(3, 2) if key_dim == 64 else RingConfig(2, 1)
+
+
+def has_gradients(key_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether the kernels of the gradients take keys of this width: 256 only in bfloat16.
+
+    Otherwise the products of a chunk would need 238 to 295 KB of shared memory, and 9.0 and 10.0 have 227.
+    """
+    return key_dim <= 128 or dtype == torch.bfloat16
 
 
 def gradients_config(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int) -> GradientsConfig:

@@ -185,4 +185,4 @@ def scan_kernel(
         if not BACK:
             m_KK = tl.trans(m_KK)
         n_VK = tl.load(sums + segment * K * V + cells_VK)
-        s_VK = tl.dot(s_VK, m_KK, n_VK, input_precision="tf32x3")
+        s_VK = tl.dot(s_VK, m_KK, n_VK, input_precision="bf16x6")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zoo.kernels.gated_delta_rule.parameters import (
     CHUNK,
+    MOST_REGISTERS,
     WIDEST_TRANSITION,
     Segments,
     WalkConfig,
@@ -117,7 +118,7 @@ class Walk:
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale,
                 K=self.key_dim, V=value_dim, BLOCK_V=block_v, NORMALIZE=self.normalize, INITIAL=initial is not None,
                 MODE=mode, TMA=tma, PRECISION=dot_precision(q.dtype), STAGES=self.config.num_stages,
-                num_warps=self.config.num_warps,
+                num_warps=self.config.num_warps, maxnreg=MOST_REGISTERS,
             )  # fmt: skip
 
     def _specialized(
@@ -220,7 +221,7 @@ class WalkBack:
                 walk.length, walk.heads, walk.chunks, *walk.cut, *q.stride()[:3], *k.stride()[:3], self.scale,
                 K=walk.key_dim, V=walk.value_dim, BLOCK_V=block_v, NORMALIZE=walk.normalize, FINAL=final is not None,
                 OUTPUT=dv is not None, TMA=tma, PRECISION=dot_precision(q.dtype), STAGES=self.config.num_stages,
-                num_warps=self.config.num_warps,
+                num_warps=self.config.num_warps, maxnreg=MOST_REGISTERS,
             )  # fmt: skip
 
     def _specialized(
