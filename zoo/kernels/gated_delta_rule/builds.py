@@ -59,6 +59,7 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
     for back in (False, True) if cut else ():
         constants = {
             "K": key_dim, "V": value_dim, "BLOCK_V": min(value_dim, 16), "INITIAL": True, "BACK": back,
+            "PRECISION": parameters.dot_precision(torch.float32),
         }  # fmt: skip
         yield _build(
             f"gated_delta scan{' back' if back else ''} {where}", triton_walk.scan_kernel, dtype, constants, 4, 1

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from zoo.kernels.launch import is_interpreting
+
 CHUNK = 64
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FEWEST_COLUMNS = 64
@@ -115,9 +117,12 @@ def dot_precision(dtype: torch.dtype) -> str:
     """Return the ``input_precision`` of products of float32 operands for tensors in this dtype.
 
     tf32 has the bits of float16, but tensor cores cut off what float16 rounds, so it serves bfloat16 only. Three tf32
-    products lose two bits of float32; six bfloat16 ones, at the same rate, lose none.
+    products lose two bits of float32; six bfloat16 ones, at the same rate, lose none. (Triton's interpreter computes
+    all the same and does not know the last name.)
     """
-    return {torch.bfloat16: "tf32", torch.float16: "tf32x3"}.get(dtype, "bf16x6")
+    if dtype == torch.bfloat16:
+        return "tf32"
+    return "tf32x3" if dtype == torch.float16 or is_interpreting() else "bf16x6"
 
 
 def solve_config(key_dim: int, dtype: torch.dtype, capability: int) -> SolveConfig:

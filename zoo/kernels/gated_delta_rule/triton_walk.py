@@ -162,6 +162,7 @@ def walk_kernel(
 def scan_kernel(
     sums, transitions, first, states, segments,
     K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, INITIAL: tl.constexpr, BACK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the state before every segment, [B, H, segments, K, V] float32, from what each segment does.
 
@@ -185,4 +186,4 @@ def scan_kernel(
         if not BACK:
             m_KK = tl.trans(m_KK)
         n_VK = tl.load(sums + segment * K * V + cells_VK)
-        s_VK = tl.dot(s_VK, m_KK, n_VK, input_precision="bf16x6")
+        s_VK = tl.dot(s_VK, m_KK, n_VK, input_precision=PRECISION)

@@ -185,7 +185,8 @@ class Walk:
         with on_device(self.q):
             scan_kernel[(self.batch * self.heads * (self.value_dim // block_v),)](
                 sums, self.transitions, sums if first is None else first, found, self.cut.number,
-                K=self.key_dim, V=self.value_dim, BLOCK_V=block_v, INITIAL=first is not None, BACK=back, num_warps=4,
+                K=self.key_dim, V=self.value_dim, BLOCK_V=block_v, INITIAL=first is not None, BACK=back,
+                PRECISION=dot_precision(sums.dtype), num_warps=4,
             )  # fmt: skip
         return found
 
