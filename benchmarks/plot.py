@@ -102,19 +102,18 @@ def _layer(figure: Figure, content: Mapping[str, Any]) -> None:
 def _schedule(figure: Figure, content: Mapping[str, Any]) -> None:
     """What cutting rows into segments gains over B x H and T, a panel a head width."""
     rows = content["rows"]
-    dims = sorted({row["head_dim"] for row in rows})
+    dims, lengths, pairs = (sorted({row[name] for row in rows}) for name in ("head_dim", "length", "num_heads"))
     panels = figure.subplots(1, len(dims), squeeze=False, sharey=True)[0]
     for axes, dim in zip(panels, dims, strict=True):
-        mine = [row for row in rows if row["head_dim"] == dim]
-        lengths, pairs = (sorted({row[name] for row in mine}) for name in ("length", "num_heads"))
         gains = [[float("nan")] * len(lengths) for _ in pairs]
-        for row in mine:
-            place = pairs.index(row["num_heads"]), lengths.index(row["length"])
+        for row in (row for row in rows if row["head_dim"] == dim):
+            y, x = pairs.index(row["num_heads"]), lengths.index(row["length"])
             chosen, (best, least) = row["chosen"], delta_schedule.best(row)
             took = row["graph_ms"][str(chosen)]["median"]
-            gains[place[0]][place[1]] = row["graph_ms"]["1"]["median"] / took
+            gains[y][x] = row["graph_ms"]["1"]["median"] / took
             lost = f"\n({best}: {took / least - 1:+.0%})" if took > 1.03 * least else ""
-            axes.text(place[1], place[0], f"{chosen}{lost}", ha="center", va="center", fontsize=7.5, color="black")
+            ink = "white" if gains[y][x] > 3 else "black"
+            axes.text(x, y, f"{chosen}{lost}", ha="center", va="center", fontsize=7.5, color=ink)
         shown = axes.imshow(gains, origin="lower", aspect="auto", cmap="YlGn", vmin=1, vmax=4)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=35)
         axes.set_yticks(range(len(pairs)), [str(pair) for pair in pairs])

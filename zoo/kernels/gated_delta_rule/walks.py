@@ -55,7 +55,7 @@ def schedule(inputs: Inputs, config: WalkConfig | None = None) -> Segments:
     slots = multiprocessors(device) * resident_walks(specialized=config is None and is_specialized(*sizes))
     pairs = batch * heads
     transitions = pairs * (key_dim // min(block_v, key_dim)) if key_dim <= WIDEST_TRANSITION else 0
-    return segments(pairs * (value_dim // block_v), transitions, -(-length // CHUNK), slots)
+    return segments(pairs * (value_dim // block_v), transitions, -(-length // CHUNK), key_dim, slots)
 
 
 class Walk:
