@@ -27,7 +27,7 @@ from benchmarks import (
 from zoo.errors import ConfigError, DataError, ParityError
 from zoo.layers import GatedBidirectionalLinearAttention
 
-GPU_BENCHMARKS = ["conv", "gated_delta", "gbla_core", "gbla_layer", "layer_profile", "train_step"]
+GPU_BENCHMARKS = ["delta_schedule", "conv", "gated_delta", "gbla_core", "gbla_layer", "layer_profile", "train_step"]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
 
