@@ -1,0 +1,679 @@
+"""SinkRec: next-item retrieval from very long histories with a recurrent memory kept clean (arXiv 2606.09888).
+
+A causal model over items and their times. Windows of the history are quantised to codes, whose sum, the conditional
+memory, says what has been seen before; the gated delta rule writes and reads only what that memory does not cover. (P)
+marks what the paper states, (R) our reading where it is silent.
+
+Shape suffixes: B batch, L length, C d_model, M memory width, H heads, K key width, V value width, S keys a position, W
+window, N layers that hold a state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.errors import ConfigError
+from zoo.kernels import causal_short_conv, gated_delta_rule
+from zoo.kernels.ragged import accumulation_dtype, valid_positions
+from zoo.layers import ResidualQuantizer, SwiGLU, local_attention, rotate_tokens, windowed_step
+
+WINDOW_WIDTH = 4
+DILATIONS = (1, 4)
+REACH = (WINDOW_WIDTH - 1) * max(DILATIONS)
+"""Events before the present one that a memory window sees."""
+
+
+@dataclass(frozen=True)
+class SinkRecConfig:
+    """Sizes and switches of one SinkRec model.
+
+    Attributes:
+        num_items: items of the catalogue, numbered from 0.
+        d_model: model width.
+        num_heads: heads, of the recurrence and of attention.
+        key_dim: width K of a key and query of the recurrence.
+        value_dim: width V of a value of the recurrence.
+        head_dim: width of an attention head.
+        group: mixers of the hybrid group in order, T recurrence (TDGD) and A attention (R: TTTA).
+        num_loops: how often the same group runs (P: shared, R: 2).
+        mlp_width: hidden width of the SwiGLU blocks.
+        window: last positions that attention sees (R: 256).
+        memory: the conditional memory; without it neither purification nor memory pairs nor re-injection exist.
+        memory_dim: width M of the memory.
+        memory_levels: levels R of the residual quantiser (R: 3).
+        codebook_size: codes a level (R: 256).
+        write_purification: suppress writes that the memory covers.
+        read_purification: remove what is along the memory from queries.
+        time: decay and addressing depend on the time since the event before.
+        time_features: sines and cosines of that time (R: 16).
+        conv_width: taps of the short convolution of q, k and v (R: 4).
+        temperature: of the cosine between user and item.
+        sampled_negatives: items a batch that the softmax is taken over besides the targets; 0 for all items.
+        commitment_weight: of the quantiser's commitment loss.
+        reconstruction_weight: of the loss of the windows' reconstruction from the memory.
+        codebook_decay: of the codebooks' moving averages.
+        dead_below: a code chosen less often than this on (moving) average a batch is drawn anew.
+        rotary_base: wavelength base of rotary positions in attention.
+        dropout: after the embedding and in every residual branch, in training only.
+        eps: of every RMSNorm.
+    """
+
+    d_model: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    head_dim: int
+    mlp_width: int
+    memory_dim: int
+    num_items: int = 1
+    group: str = "TTTA"
+    num_loops: int = 2
+    window: int = 256
+    memory: bool = True
+    memory_levels: int = 3
+    codebook_size: int = 256
+    write_purification: bool = True
+    read_purification: bool = True
+    time: bool = True
+    time_features: int = 16
+    conv_width: int = 4
+    temperature: float = 0.05
+    sampled_negatives: int = 0
+    commitment_weight: float = 0.25
+    reconstruction_weight: float = 0.1
+    codebook_decay: float = 0.95
+    dead_below: float = 1.0
+    rotary_base: float = 10_000.0
+    dropout: float = 0.0
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, (kind, wanted) = getattr(self, field.name), _KINDS[str(field.type)]
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise ConfigError(f"{field.name} is {value!r}; it must be {wanted}")
+        if not self.group or set(self.group) - {"T", "A"}:
+            raise ConfigError(f"group is {self.group!r}; write one letter a layer, T (recurrence) or A (attention)")
+        for name in _POSITIVE:
+            if not 1 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("head_dim", "time_features"):
+            if getattr(self, name) % 2:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be even")
+        for name in ("sampled_negatives", "commitment_weight", "reconstruction_weight", "dead_below"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        for name in ("temperature", "eps", "codebook_decay"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and below 1")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout is {self.dropout}; it must be in [0, 1)")
+
+    @property
+    def shown(self) -> int:
+        """Keys that each position shows to attention: its own, and that of its memory."""
+        return 2 if self.memory else 1
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the short convolution: q, k and v of all heads."""
+        return self.num_heads * (2 * self.key_dim + self.value_dim)
+
+    def layers(self, letter: str) -> int:
+        """Return how many layers of a kind hold a state, every loop counted."""
+        return self.num_loops * self.group.count(letter)
+
+    def with_overrides(self, **overrides: Any) -> SinkRecConfig:
+        """Return a copy with some fields changed; an unknown field raises ConfigError."""
+        unknown = sorted(set(overrides) - set(self.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(
+                f"SinkRec has no field {unknown[0]!r}; its fields are {', '.join(self.__dataclass_fields__)}"
+            )
+        return replace(self, **overrides)
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "text"),
+}
+_POSITIVE = (
+    "d_model",
+    "num_heads",
+    "key_dim",
+    "value_dim",
+    "head_dim",
+    "mlp_width",
+    "memory_dim",
+    "num_items",
+    "num_loops",
+    "window",
+    "memory_levels",
+    "codebook_size",
+    "time_features",
+    "conv_width",
+    "rotary_base",
+)
+
+PRESETS = {
+    # Ours, for long histories.
+    "sinkrec-long": SinkRecConfig(
+        d_model=512, num_heads=8, key_dim=64, value_dim=64, head_dim=64, mlp_width=1408, memory_dim=256,
+    ),
+    "sinkrec-base": SinkRecConfig(
+        d_model=512, num_heads=8, key_dim=64, value_dim=64, head_dim=64, mlp_width=1408, memory_dim=256,
+    ),
+    # Ours, for MovieLens-1M.
+    "sinkrec-ml1m": SinkRecConfig(
+        d_model=256, num_heads=4, key_dim=64, value_dim=64, head_dim=64, mlp_width=704, memory_dim=128, dropout=0.2,
+    ),
+    # Ours, for tests and the demo.
+    "sinkrec-tiny": SinkRecConfig(
+        d_model=64, num_heads=2, key_dim=32, value_dim=32, head_dim=32, mlp_width=128, memory_dim=32, window=32,
+        codebook_size=64,
+    ),
+}  # fmt: skip
+
+TWINS: dict[str, dict[str, Any]] = {
+    "no-memory": {"memory": False},
+    "no-write-purification": {"write_purification": False},
+    "no-read-purification": {"read_purification": False},
+    "no-time": {"time": False},
+    "no-loop": {"num_loops": 1},
+    "no-attention": {"group": "T"},
+    "plain-gated-deltanet": {"memory": False, "time": False},
+}
+"""The ablations: each is a preset with these fields changed. The last one has nothing but the plain gated delta rule
+and local attention."""
+
+
+class State(NamedTuple):
+    """What a history leaves behind: a new event needs nothing else of it.
+
+    Attributes:
+        recurrent: float32 [N, B, H, K, V], of every recurrence.
+        conv: [N, B, conv_width - 1, channels], the last inputs of every short convolution.
+        keys: [N, B, W, S, H, D], the last keys of every attention, rotated; the latest last.
+        values: [N, B, W, S, H, D].
+        windows: [B, REACH, C], the last embeddings, which memory windows see.
+        user: [B, C], the user vector; zeros before the first event.
+        seen: int64 [B], events so far.
+        last_time: int64 [B], seconds of the last event.
+    """
+
+    recurrent: Tensor
+    conv: Tensor
+    keys: Tensor
+    values: Tensor
+    windows: Tensor
+    user: Tensor
+    seen: Tensor
+    last_time: Tensor
+
+
+class Memory(NamedTuple):
+    """The conditional memory of a history.
+
+    Attributes:
+        vectors: [B, L, M], the sum of the chosen codes.
+        codes: int64 [B, L, R].
+        inputs: [B, L, M], what was quantised.
+        commitment: float32 scalar.
+    """
+
+    vectors: Tensor
+    codes: Tensor
+    inputs: Tensor
+    commitment: Tensor
+
+
+class Events(NamedTuple):
+    """What every layer sees of a piece of history besides the residual stream.
+
+    Attributes:
+        lengths: int32 [B], valid positions of the piece.
+        positions: int64 [B, L], counted from the start of the whole history.
+        time: [B, L, F], features of the seconds since the event before; None without time.
+        memory: [B, L, M]; None without the memory.
+    """
+
+    lengths: Tensor
+    positions: Tensor
+    time: Tensor | None
+    memory: Tensor | None
+
+
+class Losses(NamedTuple):
+    """Of a training batch.
+
+    Attributes:
+        next_item: float32 or wider [B, L - 1], cross-entropy of the item after each position; 0 where there is none.
+        targets: how many of those there are, int64 scalar.
+        commitment: float32 scalar.
+        reconstruction: float32 scalar, mean over valid positions.
+        total: float32 scalar, mean over targets, all three weighted.
+    """
+
+    next_item: Tensor
+    targets: Tensor
+    commitment: Tensor
+    reconstruction: Tensor
+    total: Tensor
+
+
+class MemoryEncoder(nn.Module):
+    """Windows ending at each event, contiguous and dilated, quantised (P; R: depthwise convolutions, a product)."""
+
+    def __init__(self, config: SinkRecConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.d_model, eps=config.eps)
+        self.taps = nn.Parameter(torch.empty(len(DILATIONS), WINDOW_WIDTH, config.d_model))
+        self.project = nn.Linear(len(DILATIONS) * config.d_model, config.memory_dim, bias=False)
+        self.quantizer = ResidualQuantizer(
+            config.memory_dim,
+            config.memory_levels,
+            config.codebook_size,
+            decay=config.codebook_decay,
+            dead_below=config.dead_below,
+        )
+        self.gate = nn.Linear(config.d_model + config.memory_dim, config.d_model)
+        self.inject = nn.Linear(config.memory_dim, config.d_model, bias=False)
+        self.reconstruct = nn.Linear(config.memory_dim, config.d_model, bias=False)
+
+    def forward(self, x_BLC: Tensor, before_BEC: Tensor, valid_BL: Tensor) -> Memory:
+        """Encode [B, L, C], which the ``REACH`` embeddings ``before`` precede."""
+        length = x_BLC.shape[1]
+        seen = self.norm(torch.cat([before_BEC, x_BLC], dim=1))
+        windows = [
+            sum(
+                seen[:, REACH - back * dilation : REACH - back * dilation + length] * taps[WINDOW_WIDTH - 1 - back]
+                for back in range(WINDOW_WIDTH)
+            )
+            for dilation, taps in zip(DILATIONS, self.taps.unbind(0), strict=True)
+        ]
+        inputs = self.project(torch.cat(windows, dim=-1))
+        found = self.quantizer(inputs, valid_BL)
+        return Memory(found.vectors.to(inputs.dtype), found.codes, inputs, found.commitment)
+
+    def reinject(self, x_BLC: Tensor, memory_BLM: Tensor) -> Tensor:
+        """Return x + sigmoid(W_g [x; m]) * W_m m."""
+        gate = torch.sigmoid(self.gate(torch.cat([x_BLC, memory_BLM.to(x_BLC.dtype)], dim=-1)))
+        return x_BLC + gate * self.inject(memory_BLM)
+
+    def reconstruction_loss(self, memory: Memory, x_BLC: Tensor, before_BEC: Tensor, valid_BL: Tensor) -> Tensor:
+        """Return 1 - cosine of what the memory says and the sum of its contiguous window, mean over valid positions."""
+        length = x_BLC.shape[1]
+        with torch.no_grad():
+            seen = widened(self.norm(torch.cat([before_BEC, x_BLC], dim=1)))
+            window = torch.stack([seen[:, REACH - n : REACH - n + length] for n in range(WINDOW_WIDTH)]).sum(0)
+        told = widened(self.reconstruct(memory.vectors))
+        loss = 1 - F.cosine_similarity(told, window, dim=-1)
+        return (loss * valid_BL).sum() / valid_BL.sum().clamp(min=1)
+
+
+class TDGD(nn.Module):
+    """Temporal-aware state-relation differential gated delta net: the gated delta rule that the memory keeps clean."""
+
+    def __init__(self, config: SinkRecConfig) -> None:
+        super().__init__()
+        self.config = config
+        heads, width = config.num_heads, config.d_model
+        self.qkv = nn.Linear(width, config.conv_channels, bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(config.conv_channels, config.conv_width))
+        self.decay_and_write = nn.Linear(width, 2 * heads)
+        self.decay_rate = nn.Parameter(torch.empty(heads))
+        self.gate = nn.Linear(width, heads * config.value_dim, bias=False)
+        self.norm_weight = nn.Parameter(torch.empty(config.value_dim))
+        self.out = nn.Linear(heads * config.value_dim, width, bias=False)
+        if config.time:
+            self.time_to_decay = nn.Linear(config.time_features, heads, bias=False)
+            self.time_to_query_key = nn.Linear(config.time_features, 2 * heads * config.key_dim, bias=False)
+        if config.memory and (config.write_purification or config.read_purification):
+            self.memory_key = nn.Linear(config.memory_dim, heads * config.key_dim, bias=False)
+        if config.memory and config.write_purification:
+            self.coverage = nn.Linear(width + config.memory_dim, heads)
+        if config.memory and config.read_purification:
+            self.alignment = nn.Linear(width, heads)
+
+    def forward(
+        self, x_BLC: Tensor, events: Events, state: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Map [B, L, C] to the same; ``state`` is that of the recurrence and of the convolution."""
+        config = self.config
+        q, k, v, conv = self.convolved(x_BLC, events.lengths, None if state is None else state[1])
+        write = self.writes(x_BLC, events, q, k)
+        o, recurrent = gated_delta_rule(
+            write.q, write.k, v, write.log_decay, write.beta, None if state is None else state[0], events.lengths
+        )
+        o = F.rms_norm(o, (config.value_dim,), self.norm_weight.to(o.dtype), config.eps).flatten(2)
+        return self.out(o * F.silu(self.gate(x_BLC))), (recurrent, conv)
+
+    def convolved(self, x_BLC: Tensor, lengths: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k [B, L, H, K], v [B, L, H, V] and the last inputs of the convolution."""
+        config = self.config
+        inputs = self.qkv(x_BLC)
+        if before is None:
+            before = inputs.new_zeros(inputs.shape[0], config.conv_width - 1, inputs.shape[2])
+            mixed = causal_short_conv(inputs, self.conv_weight, lengths, activation="silu")
+            seen = torch.cat([before, inputs], dim=1)
+        else:
+            seen = torch.cat([before.to(inputs.dtype), inputs], dim=1)
+            past = config.conv_width - 1
+            mixed = causal_short_conv(seen, self.conv_weight, lengths + past, activation="silu")[:, past:]
+        keys = config.num_heads * config.key_dim
+        q, k, v = mixed.split([keys, keys, config.num_heads * config.value_dim], dim=-1)
+        heads = (config.num_heads, -1)
+        return (
+            q.unflatten(-1, heads),
+            k.unflatten(-1, heads),
+            v.unflatten(-1, heads),
+            last_rows(seen, lengths, config.conv_width - 1),
+        )
+
+    def writes(self, x_BLC: Tensor, events: Events, q: Tensor, k: Tensor) -> Writes:
+        """Return what the recurrence is run on: purified unit queries, unit keys, decays and write strengths."""
+        config = self.config
+        heads = (config.num_heads, -1)
+        decay, write = widened(self.decay_and_write(x_BLC)).chunk(2, dim=-1)
+        if events.time is not None:
+            decay = decay + widened(self.time_to_decay(events.time))
+            shift_q, shift_k = self.time_to_query_key(events.time).chunk(2, dim=-1)
+            q, k = q + shift_q.unflatten(-1, heads), k + shift_k.unflatten(-1, heads)
+        log_decay = -torch.exp(widened(self.decay_rate)) * F.softplus(decay)
+        beta = torch.sigmoid(write)
+        dtype, q, k = k.dtype, unit(q), unit(k)
+        if events.memory is not None and (config.write_purification or config.read_purification):
+            memory_key = unit(self.memory_key(events.memory).unflatten(-1, heads))
+            if config.write_purification:
+                both = torch.cat([x_BLC, events.memory.to(x_BLC.dtype)], dim=-1)
+                covered = torch.sigmoid(widened(self.coverage(both))) * F.relu((k * memory_key).sum(-1))
+                beta = beta * (1 - covered)
+            if config.read_purification:
+                strength = torch.sigmoid(widened(self.alignment(x_BLC))).unsqueeze(-1)
+                q = q - strength * (memory_key * q).sum(-1, keepdim=True) * memory_key
+        return Writes(q.to(dtype), k.to(dtype), log_decay, beta)
+
+
+class Writes(NamedTuple):
+    """What one recurrence is run on besides the values: q, k [B, L, H, K], log_decay and beta float32 [B, L, H]."""
+
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+
+class LocalAttention(nn.Module):
+    """Causal softmax attention to the last events and to their memories (P), with rotary positions (R)."""
+
+    def __init__(self, config: SinkRecConfig) -> None:
+        super().__init__()
+        self.config = config
+        inner = config.num_heads * config.head_dim
+        self.qkv = nn.Linear(config.d_model, 3 * inner, bias=False)
+        if config.memory:
+            self.memory_key_value = nn.Linear(config.memory_dim, 2 * inner, bias=False)
+        self.out = nn.Linear(inner, config.d_model, bias=False)
+
+    def forward(
+        self, x_BLC: Tensor, events: Events, state: tuple[Tensor, Tensor] | None, known: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Map [B, L, C] to the same; ``state`` holds the last W keys and values, of which ``known`` int [B] exist."""
+        config = self.config
+        heads = (-1, config.num_heads, config.head_dim)
+        q, k, v = self.qkv(x_BLC).unflatten(-1, heads).unbind(2)
+        keys, values = [k], [v]
+        if events.memory is not None:
+            for found, x in zip((keys, values), self.memory_key_value(events.memory).chunk(2, dim=-1), strict=True):
+                found.append(x.unflatten(-1, heads[1:]).to(k.dtype))
+        k, v = torch.stack(keys, dim=2), torch.stack(values, dim=2)
+        q = rotate_tokens(q, events.positions, config.rotary_base)
+        k = rotate_tokens(k, events.positions.unsqueeze(-1), config.rotary_base)
+        if state is None:
+            o = local_attention(q, k, v, config.window)
+            k, v = (F.pad(x, (0, 0, 0, 0, 0, 0, config.window, 0)) for x in (k, v))
+        else:
+            k, v = (torch.cat([before.to(x.dtype), x], dim=1) for before, x in zip(state, (k, v), strict=True))
+            o = windowed_step(q, k, v, known, config.window)
+        kept = tuple(last_rows(x, events.lengths, config.window) for x in (k, v))
+        return self.out(o.flatten(2)), (kept[0], kept[1])
+
+
+class Layer(nn.Module):
+    """Pre-norm residual block: one mixer, one MLP; both branches are scaled by the loop (R)."""
+
+    def __init__(self, config: SinkRecConfig, mixer: str) -> None:
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.d_model, eps=config.eps)
+        self.mixer = TDGD(config) if mixer == "T" else LocalAttention(config)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.eps)
+        self.mlp = SwiGLU(config.d_model, config.mlp_width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x_BLC: Tensor, events: Events, state: tuple[Tensor, Tensor] | None, known: Tensor, scale_C: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Map [B, L, C] to the same, and the state of the mixer to the next one."""
+        normed = self.mixer_norm(x_BLC)
+        if isinstance(self.mixer, TDGD):
+            y_BLC, state = self.mixer(normed, events, state)
+        else:
+            y_BLC, state = self.mixer(normed, events, state, known)
+        x_BLC = x_BLC + self.dropout(y_BLC) * scale_C
+        return x_BLC + self.dropout(self.mlp(self.mlp_norm(x_BLC))) * scale_C, state
+
+
+class SinkRec(nn.Module):
+    """The whole model: item embedding, conditional memory, looped hybrid group, cosine head over the same embedding."""
+
+    def __init__(self, config: SinkRecConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.items = nn.Embedding(config.num_items, config.d_model)
+        if config.memory:
+            self.memory = MemoryEncoder(config)
+        self.group = nn.ModuleList([Layer(config, mixer) for mixer in config.group])
+        self.loop_scale = nn.Parameter(torch.empty(config.num_loops, config.d_model))
+        self.norm = nn.RMSNorm(config.d_model, eps=config.eps)
+        self.dropout = nn.Dropout(config.dropout)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw every weight anew (R): embeddings from N(0, 1), projections from N(0, 0.25 / fan-in), biases zero.
+
+        Decays start as in Gated DeltaNet's public description: rates of 1 to 16, steps of 0.001 to 0.1.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight)
+            elif isinstance(module, MemoryEncoder):
+                nn.init.normal_(module.taps, std=WINDOW_WIDTH**-0.5)
+            elif isinstance(module, TDGD):
+                nn.init.normal_(module.conv_weight, std=self.config.conv_width**-0.5)
+                nn.init.ones_(module.norm_weight)
+                module.decay_rate.uniform_(1, 16).log_()
+                steps = torch.empty_like(module.decay_rate).uniform_(math.log(0.001), math.log(0.1)).exp_()
+                module.decay_and_write.bias[: self.config.num_heads] = steps.expm1().log()
+        nn.init.ones_(self.loop_scale)
+
+    def initial_state(self, batch: int) -> State:
+        """Return the state before the first event."""
+        config = self.config
+        x = self.items.weight
+        recurrences, attentions = config.layers("T"), config.layers("A")
+        window = (attentions, batch, config.window, config.shown, config.num_heads, config.head_dim)
+        states = (recurrences, batch, config.num_heads, config.key_dim, config.value_dim)
+        return State(
+            recurrent=torch.zeros(states, dtype=accumulation_dtype(x.dtype), device=x.device),
+            conv=x.new_zeros(recurrences, batch, config.conv_width - 1, config.conv_channels),
+            keys=x.new_zeros(window),
+            values=x.new_zeros(window),
+            windows=x.new_zeros(batch, REACH, config.d_model),
+            user=x.new_zeros(batch, config.d_model),
+            seen=torch.zeros(batch, dtype=torch.int64, device=x.device),
+            last_time=torch.zeros(batch, dtype=torch.int64, device=x.device),
+        )
+
+    def prefill(self, items: Tensor, times: Tensor, lengths: Tensor) -> tuple[Tensor, State]:
+        """Read whole histories.
+
+        Args:
+            items: int64 [B, L] in [0, num_items), oldest first, right-padded; padding may hold anything.
+            times: int64 [B, L], seconds; where they go back, no time has passed.
+            lengths: int32 [B], clamped to [0, L]. A row of length 0 is an empty history.
+
+        Returns:
+            User vectors [B, C] of length 1, zeros of an empty history, and the state after the last event.
+        """
+        _, state = self._read(items, times, lengths, None)
+        return state.user, state
+
+    def step(self, items: Tensor, times: Tensor, lengths: Tensor, state: State) -> tuple[Tensor, State]:
+        """Read T new events a row after what ``state`` has seen; arguments and result as those of ``prefill``.
+
+        The cost does not depend on how much that was. ``prefill`` of a history is the same as ``prefill`` of its start
+        and ``step`` of the rest, wherever it is split.
+        """
+        _, state = self._read(items, times, lengths, state)
+        return state.user, state
+
+    def score(self, user: Tensor) -> Tensor:
+        """Return the score of every item [B, num_items] for user vectors [B, C]: cosine over temperature."""
+        return user @ unit(self.items.weight).to(user.dtype).mT / self.config.temperature
+
+    def forward(self, items: Tensor, times: Tensor, lengths: Tensor) -> Losses:
+        """Return the losses of predicting each event of a history from those before it; arguments as of ``prefill``."""
+        read, _ = self._read(items, times, lengths, None)
+        following = valid_positions(lengths - 1, items.shape[1])[:, :-1]
+        users, targets = read.users[:, :-1][following], items[:, 1:][following]
+        losses = self._cross_entropy(widened(users), targets)
+        next_item = losses.new_zeros(following.shape).masked_scatter(following, losses)
+        total = losses.sum() / following.sum().clamp(min=1)
+        zero = total.new_zeros(())
+        commitment, reconstruction = read.commitment, zero
+        if self.config.memory:
+            assert read.memory is not None
+            reconstruction = self.memory.reconstruction_loss(read.memory, read.embedded, read.before, read.valid)
+            total = total + self.config.commitment_weight * commitment
+            total = total + self.config.reconstruction_weight * reconstruction
+        return Losses(next_item, following.sum(), commitment, reconstruction, total)
+
+    def _cross_entropy(self, users: Tensor, targets: Tensor) -> Tensor:
+        """Return -log softmax of the targets [T], over all items or over those of the batch and sampled ones."""
+        config = self.config
+        table = unit(self.items.weight)
+        if not config.sampled_negatives:
+            return F.cross_entropy(users @ table.mT / config.temperature, targets, reduction="none")
+        # Sampled softmax with the log-Q correction (Bengio and Senecal 2008); the proposal is uniform.
+        drawn = torch.randint(config.num_items, (config.sampled_negatives,), device=users.device)
+        right = (users * table[targets]).sum(-1, keepdim=True) / config.temperature
+        wrong = users @ table[drawn].mT / config.temperature
+        wrong = wrong - math.log(config.sampled_negatives / config.num_items)
+        wrong = wrong.masked_fill(drawn == targets.unsqueeze(-1), -torch.inf)
+        logits = torch.cat([right, wrong], dim=1)
+        return F.cross_entropy(logits, torch.zeros_like(targets), reduction="none")
+
+    def codes(self, items: Tensor, lengths: Tensor) -> Tensor:
+        """Return the memory codes int64 [B, L, R] of histories; what stands at padding means nothing."""
+        valid = valid_positions(lengths, items.shape[1])
+        embedded = self.items(items.masked_fill(~valid, 0)) * valid.unsqueeze(-1)
+        before = embedded.new_zeros(embedded.shape[0], REACH, embedded.shape[2])
+        return self.memory(embedded, before, valid).codes
+
+    def _read(self, items: Tensor, times: Tensor, lengths: Tensor, state: State | None) -> tuple[_Read, State]:
+        config = self.config
+        valid = valid_positions(lengths, items.shape[1])
+        lengths = valid.sum(-1, dtype=torch.int32)
+        embedded = self.items(items.masked_fill(~valid, 0)) * valid.unsqueeze(-1)
+        start = self.initial_state(items.shape[0]) if state is None else state
+        x_BLC, memory = self.dropout(embedded), None
+        if config.memory:
+            memory = self.memory(embedded, start.windows.to(embedded.dtype), valid)
+            x_BLC = self.memory.reinject(x_BLC, memory.vectors)
+        events = Events(
+            lengths,
+            start.seen.unsqueeze(-1) + torch.arange(items.shape[1], device=items.device),
+            self._time_features(times, valid, start) if config.time else None,
+            None if memory is None else memory.vectors,
+        )
+        known = start.seen.clamp(max=config.window)
+        before = {"T": (start.recurrent, start.conv), "A": (start.keys, start.values)}
+        after: dict[str, list[tuple[Tensor, Tensor]]] = {letter: [] for letter in before}
+        for scale_C in self.loop_scale.unbind(0):
+            for layer, letter in zip(self.group, config.group, strict=True):
+                index = len(after[letter])
+                own = None if state is None else (before[letter][0][index], before[letter][1][index])
+                x_BLC, kept = layer(x_BLC, events, own, known, scale_C)
+                after[letter].append(kept)
+        users = unit(self.norm(x_BLC)).to(x_BLC.dtype)
+        (recurrent, conv), (keys, values) = (
+            [torch.stack(x) for x in zip(*after[letter], strict=True)] if after[letter] else before[letter]
+            for letter in before
+        )
+        following = State(
+            recurrent,
+            conv,
+            keys,
+            values,
+            windows=last_rows(torch.cat([start.windows.to(embedded.dtype), embedded], dim=1), lengths, REACH),
+            user=last_rows(torch.cat([start.user.unsqueeze(1).to(users.dtype), users], dim=1), lengths, 1).squeeze(1),
+            seen=start.seen + lengths,
+            last_time=last_rows(torch.cat([start.last_time.unsqueeze(1), times], dim=1), lengths, 1).squeeze(1),
+        )
+        commitment = users.new_zeros(()) if memory is None else memory.commitment
+        return _Read(users, memory, embedded, start.windows.to(embedded.dtype), valid, commitment), following
+
+    def _time_features(self, times: Tensor, valid: Tensor, start: State) -> Tensor:
+        """Return sines and cosines [B, L, F] of log(1 + seconds since the event before), 0 for the first."""
+        dtype = self.items.weight.dtype
+        first = torch.where(start.seen > 0, start.last_time, times[:, 0]) if times.shape[1] else start.last_time
+        passed = times - torch.cat([first.unsqueeze(1), times[:, :-1]], dim=1)
+        passed = passed.clamp(min=0).masked_fill(~valid, 0)
+        y = torch.log1p(passed.to(accumulation_dtype(dtype)))
+        half = self.config.time_features // 2
+        frequencies = 2.0 ** torch.arange(-2, half - 2, dtype=y.dtype, device=y.device)
+        angles = y.unsqueeze(-1) * frequencies
+        return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
+
+
+class _Read(NamedTuple):
+    users: Tensor
+    memory: Memory | None
+    embedded: Tensor
+    before: Tensor
+    valid: Tensor
+    commitment: Tensor
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return x / sqrt(|x|^2 + 1e-6) along the last dimension, in float32 or wider."""
+    x = widened(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return ``x`` in float32, or float64 if it is."""
+    return x.to(accumulation_dtype(x.dtype))
+
+
+def last_rows(x: Tensor, lengths: Tensor, number: int) -> Tensor:
+    """Return the rows before position ``number + lengths`` of [B, number + L, ...]: the last ``number`` valid ones.
+
+    The first ``number`` rows are those of before, ``lengths`` int32 [B] counts the valid ones among the rest.
+    """
+    places = lengths.long().unsqueeze(-1) + torch.arange(number, device=x.device)
+    shape = (*places.shape, *x.shape[2:])
+    return x.gather(1, places.view(*places.shape, *(1 for _ in x.shape[2:])).expand(shape))
