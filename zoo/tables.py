@@ -18,18 +18,29 @@ def presets(rows: Sequence[Any]) -> Group:
         config, count = row.config, row.parameters
         table.add_row(
             row.name,
-            f"{len(row.mixers)} x {config['layout'] if 'L' in row.mixers else 'S'}",
+            _pattern(row.mixers, config),
             str(config["d_model"]),
             f"{config['num_heads']}x{config['head_dim']}",
-            f"{config['decoder_layers']} x",
-            *(_millions(count[part]) for part in ("items", "encoder", "decoder")),
+            f"{config['decoder_layers']} x" if "decoder_layers" in config else "-",
+            *(_millions(sum(count.get(part, 0) for part in parts)) for parts in _PARTS),
             _millions(row.total),
             f"{row.megabytes(2):,.1f}",
         )
-    legend = "Encoder: layers x pattern, S softmax and L linear attention. Parameters in millions; exact with --json."
+    legend = (
+        "Encoder: layers x pattern, S softmax and L linear attention; of SinkRec T recurrence and A local attention, "
+        "loops x the shared group, and its item table grows with the catalogue. Parameters in millions; exact with "
+        "--json."
+    )
     return Group(table, legend)
 
 
+def _pattern(mixers: str, config: Mapping[str, Any]) -> str:
+    if "group" in config:
+        return f"{config['num_loops']} x {config['group']}"
+    return f"{len(mixers)} x {config['layout'] if 'L' in mixers else 'S'}"
+
+
+_PARTS = ("items",), ("encoder", "group", "memory"), ("decoder",)
 _PRESET_COUNTS = ("decoder", "item table", "encoder", "decoder", "in all", "fp16 MB")
 
 
@@ -150,11 +161,10 @@ def quality(report: Mapping[str, Any]) -> Group:
     table = _table(f"Full ranking of {report['users']:,} users, {report['split']} split", left=("",), right=names)
     for recommender, metrics in rows.items():
         table.add_row(recommender, *(f"{metrics[name]:.4f}" for name in names))
-    low, high = report["recall10_interval"]["gbla"]
-    notes = (
-        f"95% interval of the model's Recall@10: {low:.4f} to {high:.4f}. Without the trie, "
-        f"{report['illegal_share']:.1%} of the codes that it writes belong to no item."
-    )
+    model, (low, high) = next(iter(report["recall10_interval"].items()))
+    notes = f"95% interval of the model's Recall@10: {low:.4f} to {high:.4f}."
+    if model == "gbla":
+        notes += f" Without the trie, {report['illegal_share']:.1%} of the codes that it writes belong to no item."
     return Group(table, notes)
 
 

@@ -94,7 +94,7 @@ def test_the_choice_of_another_gpu_needs_none_here(capsys):
     delta_rule = {"solve", "walk", "walk back", "gradients", "step"}
     assert {launch["kernel"] for launch in launches} == convolutions | attention | delta_rule
     assert not any(launch["tma"] for launch in launches)
-    assert all(launch["channels"] == 32 for launch in launches if launch["resident"])
+    assert all(launch["channels"] in (16, 32) for launch in launches if launch["resident"])
     too_old = verbs.inspect("kernels", capability=75)["ops"]
     assert {op["implementation"] for op in too_old} == {"reference"}
     assert {op["reason"] for op in too_old} == {"compute capability 7.5 is older than 8.0"}

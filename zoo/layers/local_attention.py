@@ -22,30 +22,21 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     Returns:
         [B, L, H, D].
     """
-    batch, length, heads, width = q.shape
-    shown = k.shape[2]
-    blocks = (length + window - 1) // window
-    padding = blocks * window - length
-    q = F.pad(q, (0, 0, 0, 0, 0, padding)).view(batch, blocks, window, heads, width)
-    q = q.permute(1, 0, 3, 2, 4).reshape(blocks, batch * heads, window, width)
-    k, v = (_with_block_before(x, window, padding, blocks) for x in (k, v))
-    # Of the first block the one before does not exist.
-    i = torch.arange(window, device=q.device).unsqueeze(-1)
-    j = torch.arange(2 * window, device=q.device) - window
-    seen = (j <= i) & (j > i - window)
-    exists = (torch.arange(blocks, device=q.device) > 0).view(-1, 1, 1) | (j >= 0)
-    mask = (seen & exists).unsqueeze(-1).expand(-1, -1, -1, shown).flatten(2).unsqueeze(1)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    o = o.view(blocks, batch, heads, window, width).permute(1, 0, 3, 2, 4)
-    return o.reshape(batch, blocks * window, heads, width)[:, :length]
-
-
-def _with_block_before(x: Tensor, window: int, padding: int, blocks: int) -> Tensor:
-    """Return [blocks, B * H, 2 * W * S, D] of [B, L, S, H, D]: each block after the one before it."""
-    batch, _, shown, heads, width = x.shape
-    x = F.pad(x, (0, 0, 0, 0, 0, 0, window, padding)).view(batch, blocks + 1, window, shown, heads, width)
-    x = torch.cat([x[:, :-1], x[:, 1:]], dim=2)
-    return x.permute(1, 0, 4, 2, 3, 5).reshape(blocks, batch * heads, 2 * window * shown, width)
+    length, heads = q.shape[1:3]
+    # An exported graph always has two blocks or more, so that one graph serves all lengths.
+    end = length + window if torch.compiler.is_exporting() else length
+    first = torch.arange(0, end, window, device=q.device).unsqueeze(-1)
+    own = first + torch.arange(window, device=q.device)
+    seen = first - window + torch.arange(2 * window, device=q.device)
+    # Of the first block the one before does not exist, nor does the end of the last one: those take another's place.
+    q, k, v = q[:, own.clamp(max=length - 1)], *(x[:, seen.clamp(0, length - 1)] for x in (k, v))
+    mask = (seen.unsqueeze(1) <= own.unsqueeze(2)) & (seen.unsqueeze(1) > own.unsqueeze(2) - window)
+    mask = mask & (seen.unsqueeze(1) >= 0)
+    mask = mask.unsqueeze(-1).expand(-1, -1, -1, k.shape[3]).flatten(2).unsqueeze(1)
+    k, v = (x.permute(1, 0, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2) for x in (k, v))
+    o = F.scaled_dot_product_attention(q.permute(1, 0, 3, 2, 4).flatten(1, 2), k, v, attn_mask=mask)
+    positions = torch.arange(length, device=o.device)
+    return o.unflatten(1, (-1, heads))[positions // window, :, :, positions % window].transpose(0, 1)
 
 
 def windowed_step(q: Tensor, k: Tensor, v: Tensor, known: Tensor, window: int) -> Tensor:

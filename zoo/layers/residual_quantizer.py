@@ -42,6 +42,7 @@ class ResidualQuantizer(nn.Module):
 
     def __init__(self, width: int, levels: int, codebook_size: int, *, decay: float, dead_below: float) -> None:
         super().__init__()
+        self.dead_below = dead_below
         from vector_quantize_pytorch import ResidualVQ  # only this model needs it
 
         self.training_side = ResidualVQ(
@@ -65,6 +66,14 @@ class ResidualQuantizer(nn.Module):
     def usage(self) -> Tensor:
         """Moving counts of how often each code is chosen, float32 [R, V]."""
         return torch.stack([layer._codebook.cluster_size[0] for layer in self.training_side.layers])
+
+    def health(self) -> dict[str, float]:
+        """Return the codes' perplexity (mean over levels, at most V) and the share of them that is hardly used."""
+        usage = self.usage
+        share = usage / usage.sum(-1, keepdim=True).clamp(min=1e-9)
+        perplexity = torch.exp(-torch.special.xlogy(share, share).sum(-1))
+        dead = (usage < self.dead_below).float().mean()
+        return {"codebook_perplexity": float(perplexity.mean()), "dead_codes": float(dead)}
 
     def forward(self, x: Tensor, valid: Tensor) -> Quantized:
         """Quantise ``x`` [B, L, M]; positions that are not ``valid`` (bool [B, L]) teach nothing."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -9,10 +11,9 @@ from torch import nn
 from zoo.bundle import WEIGHTS, Bundle
 from zoo.errors import BundleError
 from zoo.models import presets
-from zoo.models.gbla import GBLA
 
 
-def load_model(bundle: Bundle) -> GBLA:
+def load_model(bundle: Bundle) -> Any:
     """Return the model of a bundle with its weights, in evaluation mode, on the CPU.
 
     Raises:

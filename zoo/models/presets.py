@@ -9,14 +9,23 @@ from typing import Any
 import torch
 
 from zoo.errors import BundleError, ConfigError
-from zoo.models import gbla
+from zoo.models import gbla, sinkrec
 
-MODELS = {"gbla": (gbla.GBLAConfig, gbla.GBLA)}
-PRESETS = {name: ("gbla", config) for name, config in gbla.PRESETS.items()}
-TWINS = {"gbla": gbla.TWINS}
+Config = gbla.GBLAConfig | sinkrec.SinkRecConfig
+Model = gbla.GBLA | sinkrec.SinkRec
+
+MODELS: dict[str, tuple[type[Any], type[Any]]] = {
+    "gbla": (gbla.GBLAConfig, gbla.GBLA),
+    "sinkrec": (sinkrec.SinkRecConfig, sinkrec.SinkRec),
+}
+PRESETS: dict[str, tuple[str, Config]] = {
+    **{name: ("gbla", config) for name, config in gbla.PRESETS.items()},
+    **{name: ("sinkrec", config) for name, config in sinkrec.PRESETS.items()},
+}
+TWINS = {"gbla": gbla.TWINS, "sinkrec": sinkrec.TWINS}
 
 
-def resolve(name: str, *, twin: str | None = None, overrides: Mapping[str, Any] | None = None) -> gbla.GBLAConfig:
+def resolve(name: str, *, twin: str | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Return the configuration of a preset, of one of its twins, with some fields changed.
 
     Raises:
@@ -32,19 +41,23 @@ def resolve(name: str, *, twin: str | None = None, overrides: Mapping[str, Any] 
     return config.with_overrides(**(overrides or {}))
 
 
-def build(config: gbla.GBLAConfig, *, device: torch.device | str = "cpu") -> gbla.GBLA:
+def model_name(config: Config) -> str:
+    """Return which model a configuration is of, ``gbla`` or ``sinkrec``."""
+    return next(name for name, (config_type, _) in MODELS.items() if isinstance(config, config_type))
+
+
+def build(config: Config, *, device: torch.device | str = "cpu") -> Any:
     """Return the model of a configuration, with fresh weights (none at all on the meta device)."""
     with torch.device(device):
-        return gbla.GBLA(config)
+        return MODELS[model_name(config)][1](config)
 
 
-def config_to_json(config: gbla.GBLAConfig) -> dict[str, Any]:
+def config_to_json(config: Config) -> dict[str, Any]:
     """Return ``{"model": name, fields...}``."""
-    model = next(name for name, (config_type, _) in MODELS.items() if isinstance(config, config_type))
-    return {"model": model, **asdict(config)}
+    return {"model": model_name(config), **asdict(config)}
 
 
-def config_from_json(value: Mapping[str, Any]) -> gbla.GBLAConfig:
+def config_from_json(value: Mapping[str, Any]) -> Config:
     """Read what ``config_to_json`` wrote.
 
     Raises:
@@ -55,12 +68,13 @@ def config_from_json(value: Mapping[str, Any]) -> gbla.GBLAConfig:
     if model not in MODELS:
         raise BundleError(f"the bundle holds a model {model!r}; this version knows {', '.join(MODELS)}")
     try:
-        return MODELS[model][0](**fields)
+        found: Config = MODELS[model][0](**fields)
+        return found
     except TypeError as error:
         raise BundleError(f"the bundle's {model} configuration does not fit this version ({error})") from error
 
 
-def parameter_counts(config: gbla.GBLAConfig) -> dict[str, int]:
+def parameter_counts(config: Config) -> dict[str, int]:
     """Return the number of parameters by top-level module, and ``total``; nothing is allocated."""
     counts: dict[str, int] = {}
     for name, parameter in build(config, device="meta").named_parameters():

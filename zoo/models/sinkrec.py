@@ -22,11 +22,19 @@ from zoo.errors import ConfigError
 from zoo.kernels import causal_short_conv, gated_delta_rule
 from zoo.kernels.ragged import accumulation_dtype, valid_positions
 from zoo.layers import ResidualQuantizer, SwiGLU, local_attention, rotate_tokens, windowed_step
+from zoo.models.parts import Part
+from zoo.signature import BATCH, LENGTH, Signature, TensorSpec
 
 WINDOW_WIDTH = 4
 DILATIONS = (1, 4)
 REACH = (WINDOW_WIDTH - 1) * max(DILATIONS)
 """Events before the present one that a memory window sees."""
+
+LATEST = 2**40
+"""Seconds that a time stays below: 34,000 years."""
+
+MOST_EVENTS = 2**24
+"""Events of a history: positions stay exact in float32."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +129,18 @@ class SinkRecConfig:
         return 2 if self.memory else 1
 
     @property
+    def mixers(self) -> str:
+        """One letter a layer that runs, loops counted: T recurrence, A attention."""
+        return self.group * self.num_loops
+
+    @property
     def conv_channels(self) -> int:
         """Channels of the short convolution: q, k and v of all heads."""
         return self.num_heads * (2 * self.key_dim + self.value_dim)
 
     def layers(self, letter: str) -> int:
         """Return how many layers of a kind hold a state, every loop counted."""
-        return self.num_loops * self.group.count(letter)
+        return self.mixers.count(letter)
 
     def with_overrides(self, **overrides: Any) -> SinkRecConfig:
         """Return a copy with some fields changed; an unknown field raises ConfigError."""
@@ -593,6 +606,24 @@ class SinkRec(nn.Module):
         before = embedded.new_zeros(embedded.shape[0], REACH, embedded.shape[2])
         return self.memory(embedded, before, valid).codes
 
+    def parts(self) -> tuple[Part, ...]:
+        """Return what is exported: ``prefill``, and ``step`` of one event a row."""
+        config = self.config
+        state = _state_specs(config)
+
+        def events(length: int | str) -> tuple[TensorSpec, ...]:
+            most = LENGTH if isinstance(length, str) else length + 1
+            return (
+                TensorSpec("items", "int64", (BATCH, length), "events, oldest first, right-padded", config.num_items),
+                TensorSpec("times", "int64", (BATCH, length), "their seconds", LATEST),
+                TensorSpec("lengths", "int32", (BATCH,), "valid events of each row", most),
+            )
+
+        inputs = [replace(spec, name=f"{name}_before") for name, spec in state.items()]
+        prefill = Signature(events(LENGTH), tuple(state.values()))
+        step = Signature((*events(1), *inputs), tuple(state.values()))
+        return Part("prefill", _Prefill(self), prefill), Part("step", _Step(self), step)
+
     def _read(self, items: Tensor, times: Tensor, lengths: Tensor, state: State | None) -> tuple[_Read, State]:
         config = self.config
         valid = valid_positions(lengths, items.shape[1])
@@ -640,13 +671,66 @@ class SinkRec(nn.Module):
         """Return sines and cosines [B, L, F] of log(1 + seconds since the event before), 0 for the first."""
         dtype = self.items.weight.dtype
         first = torch.where(start.seen > 0, start.last_time, times[:, 0]) if times.shape[1] else start.last_time
-        passed = times - torch.cat([first.unsqueeze(1), times[:, :-1]], dim=1)
+        passed = times - torch.cat([first.unsqueeze(1), times], dim=1)[:, : times.shape[1]]
         passed = passed.clamp(min=0).masked_fill(~valid, 0)
         y = torch.log1p(passed.to(accumulation_dtype(dtype)))
         half = self.config.time_features // 2
         frequencies = 2.0 ** torch.arange(-2, half - 2, dtype=y.dtype, device=y.device)
         angles = y.unsqueeze(-1) * frequencies
         return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
+
+
+def _state_specs(config: SinkRecConfig) -> dict[str, TensorSpec]:
+    """Return the tensors of a state by name; of layers that a model does not have they are empty."""
+    recurrences, attentions, heads = config.layers("T"), config.layers("A"), config.num_heads
+    window = (attentions, BATCH, config.window, config.shown, heads, config.head_dim)
+    specs = {
+        "recurrent": ("fp32", (recurrences, BATCH, heads, config.key_dim, config.value_dim), "states of recurrences"),
+        "conv": ("float", (recurrences, BATCH, config.conv_width - 1, config.conv_channels), "inputs of convolutions"),
+        "keys": ("float", window, "last keys of attention"),
+        "values": ("float", window, "last values of attention"),
+        "windows": ("float", (BATCH, REACH, config.d_model), "last embeddings"),
+        "user": ("float", (BATCH, config.d_model), "user vector"),
+        "seen": ("int64", (BATCH,), "events so far"),
+        "last_time": ("int64", (BATCH,), "seconds of the last event"),
+    }  # fmt: skip
+    limits = {"seen": MOST_EVENTS, "last_time": LATEST}
+    return {
+        name: TensorSpec(name, dtype, shape, meaning, limits.get(name))
+        for name, (dtype, shape, meaning) in specs.items()
+    }
+
+
+class _Prefill(nn.Module):
+    def __init__(self, model: SinkRec) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, items: Tensor, times: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.model.prefill(items, times, lengths)[1])
+
+
+class _Step(nn.Module):
+    def __init__(self, model: SinkRec) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        items: Tensor,
+        times: Tensor,
+        lengths: Tensor,
+        recurrent: Tensor,
+        conv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        windows: Tensor,
+        user: Tensor,
+        seen: Tensor,
+        last_time: Tensor,
+    ) -> tuple[Tensor, ...]:
+        before = State(recurrent, conv, keys, values, windows, user, seen, last_time)
+        return tuple(self.model.step(items, times, lengths, before)[1])
 
 
 class _Read(NamedTuple):

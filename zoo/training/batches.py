@@ -6,7 +6,7 @@ than its step number to go on with exactly the batches it would have seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,25 +38,20 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on another device."""
-        tensors = [getattr(self, name) for name in self.__dataclass_fields__]
-        if device.type == "cuda":  # only from pinned memory does the copy leave the host free
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+        return Batch(*_moved([getattr(self, name) for name in self.__dataclass_fields__], device))
+
+    @property
+    def targets(self) -> float:
+        """How many targets the batch has."""
+        return float(self.weights.sum())
 
     def pieces(self, tokens: int) -> Iterator[Batch]:
         """Yield parts of the batch of at most ``tokens`` tokens (or one row), long rows first, less padded; 0: itself.
 
         The rows must be sorted by length, as those of ``TrainingBatches`` are.
         """
-        end = len(self.lengths)
-        if not tokens or self.item_ids.numel() <= tokens:
-            yield self
-            return
-        while end:
-            longest = int(self.lengths[end - 1])
-            rows = slice(max(0, end - max(1, tokens // max(1, longest))), end)
+        for rows, longest in _pieces(self.lengths, self.item_ids.numel(), tokens):
             yield Batch(self.item_ids[rows, :longest], self.lengths[rows], self.target_codes[rows], self.weights[rows])
-            end = rows.start
 
 
 class TrainingBatches:
@@ -105,22 +100,10 @@ class TrainingBatches:
         """Yield batches without end, the first being that of ``step``."""
         epoch, index = divmod(step, self.steps_per_epoch)
         while True:
-            batches = self._epoch(epoch)
-            for examples in batches[index:]:
+            lengths = np.minimum(self._position, self.max_length)
+            for examples in _epoch(self.seed, epoch, lengths, self.batch_size)[index:]:
                 yield self._batch(examples)
             epoch, index = epoch + 1, 0
-
-    def _epoch(self, epoch: int) -> list[np.ndarray]:
-        draw = np.random.default_rng([self.seed, epoch])
-        order = draw.permutation(self.examples)
-        lengths = np.minimum(self._position, self.max_length)
-        pool = self.batch_size * _POOL_BATCHES
-        batches = []
-        for start in range(0, len(order), pool):
-            chosen = order[start : start + pool]
-            chosen = chosen[np.argsort(lengths[chosen], kind="stable")]
-            batches += [chosen[i : i + self.batch_size] for i in range(0, len(chosen), self.batch_size)]
-        return [batches[i] for i in draw.permutation(len(batches))]
 
     def _batch(self, examples: np.ndarray) -> Batch:
         start, target, end = (
@@ -143,15 +126,146 @@ class TrainingBatches:
         )
 
 
+@dataclass(frozen=True)
+class SequenceBatch:
+    """One training batch of pieces of histories.
+
+    Attributes:
+        items: int64 [B, L], dense item indices, right-padded with 0.
+        times: int64 [B, L], seconds.
+        lengths: int32 [B]; every event but the first of a row is a target.
+    """
+
+    items: Tensor
+    times: Tensor
+    lengths: Tensor
+
+    @property
+    def targets(self) -> float:
+        """How many targets the batch has."""
+        return float((self.lengths - 1).clamp(min=0).sum())
+
+    def to(self, device: torch.device) -> SequenceBatch:
+        """Return the batch on another device."""
+        return SequenceBatch(*_moved((self.items, self.times, self.lengths), device))
+
+    def pieces(self, tokens: int) -> Iterator[SequenceBatch]:
+        """Yield parts as ``Batch.pieces`` does."""
+        for rows, longest in _pieces(self.lengths, self.items.numel(), tokens):
+            yield SequenceBatch(self.items[rows, :longest], self.times[rows, :longest], self.lengths[rows])
+
+
+class SequenceBatches:
+    """Length-bucketed batches of the training parts themselves, cut into pieces of at most ``max_length`` from the end.
+
+    Args:
+        dataset: prepared data.
+        batch_size: B.
+        max_length: most events of a piece; an older piece is an example of its own.
+        seed: decides the order.
+
+    Raises:
+        DataError: no user has two training events.
+    """
+
+    def __init__(self, dataset: Dataset, *, batch_size: int, max_length: int, seed: int = 0) -> None:
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        starts, lengths = [], []
+        for start, length in zip(dataset.user_offsets[:-1], dataset.train_lengths(), strict=True):
+            end = start + length
+            while end - start > 1:
+                # One event more than the piece before it begins with: its last target is that first event.
+                first = max(start, end - max_length)
+                starts.append(first)
+                lengths.append(end - first)
+                end = first + 1 if first > start else start
+        self._starts, self._lengths = np.array(starts, np.int64), np.array(lengths, np.int64)
+        if not len(starts):
+            raise DataError(f"no user of {dataset.name} has two training events; a user needs at least four events")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in an epoch, the last of which may be smaller."""
+        return -(-len(self._starts) // self.batch_size)
+
+    def from_step(self, step: int) -> Iterator[SequenceBatch]:
+        """Yield batches without end, the first being that of ``step``."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        while True:
+            for examples in _epoch(self.seed, epoch, self._lengths, self.batch_size)[index:]:
+                yield self._batch(examples)
+            epoch, index = epoch + 1, 0
+
+    def _batch(self, examples: np.ndarray) -> SequenceBatch:
+        lengths = self._lengths[examples]
+        offsets = np.arange(lengths.max())
+        valid = offsets < lengths[:, None]
+        source = np.where(valid, self._starts[examples][:, None] + offsets, 0)
+        return _sequences(self.dataset, source, valid)
+
+
+def _epoch(seed: int, epoch: int, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    """Return the examples of each batch of an epoch: of like length within pools, pools and batches in random order."""
+    draw = np.random.default_rng([seed, epoch])
+    order = draw.permutation(len(lengths))
+    pool = batch_size * _POOL_BATCHES
+    batches = []
+    for start in range(0, len(order), pool):
+        chosen = order[start : start + pool]
+        chosen = chosen[np.argsort(lengths[chosen], kind="stable")]
+        batches += [chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)]
+    return [batches[i] for i in draw.permutation(len(batches))]
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors on another device."""
+    if device.type == "cuda":  # only from pinned memory does the copy leave the host free
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    return [tensor.to(device, non_blocking=True) for tensor in tensors]
+
+
+def _pieces(lengths: Tensor, numel: int, tokens: int) -> Iterator[tuple[slice, int]]:
+    """Yield rows and length of parts of at most ``tokens`` tokens (or one row), long rows first; 0: the whole batch."""
+    end = len(lengths)
+    if not tokens or numel <= tokens:
+        yield slice(0, end), int(lengths.max())
+        return
+    while end:
+        longest = int(lengths[end - 1])
+        rows = slice(max(0, end - max(1, tokens // max(1, longest))), end)
+        yield rows, longest
+        end = rows.start
+
+
+def _sequences(dataset: Dataset, source: np.ndarray, valid: np.ndarray) -> SequenceBatch:
+    """Return the events at ``source`` int64 [B, L], 0 where not ``valid``."""
+    items, times = (np.where(valid, x[source], 0).astype(np.int64) for x in (dataset.items, dataset.timestamps))
+    lengths = valid.sum(1).astype(np.int32)
+    return SequenceBatch(torch.from_numpy(items), torch.from_numpy(times), torch.from_numpy(lengths))
+
+
+def timed_histories(
+    dataset: Dataset, users: np.ndarray, ends: np.ndarray, max_length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dense items and times, int64 [B, L], and lengths int32 [B]; otherwise as ``histories``."""
+    source, valid = _newest(dataset, users, ends, max_length)
+    found = _sequences(dataset, source, valid)
+    return found.items, found.times, found.lengths
+
+
+def _newest(dataset: Dataset, users: np.ndarray, ends: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where the newest events before ``ends`` lie, int64 [B, L], and which of them exist."""
+    lengths = np.minimum(ends - dataset.user_offsets[users], max_length)
+    offsets = np.arange(max(1, lengths.max(initial=0)))
+    valid = offsets < lengths[:, None]
+    return np.where(valid, (ends - lengths)[:, None] + offsets, 0), valid
+
+
 def histories(dataset: Dataset, users: np.ndarray, ends: np.ndarray, max_length: int) -> tuple[Tensor, Tensor]:
     """Return item ids int64 [B, L] and lengths int32 [B] of the newest events of ``users`` before ``ends``.
 
     ``ends`` int64 [B] are offsets into ``dataset.items``, exclusive. L is the longest history of the batch, at least 1.
     """
-    starts = dataset.user_offsets[users]
-    lengths = np.minimum(ends - starts, max_length)
-    offsets = np.arange(max(1, lengths.max(initial=0)))
-    valid = offsets < lengths[:, None]
-    source = np.where(valid, (ends - lengths)[:, None] + offsets, 0)
+    source, valid = _newest(dataset, users, ends, max_length)
     ids = np.where(valid, dataset.item_ids[dataset.items[source]], 0)
-    return torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32))
+    return torch.from_numpy(ids), torch.from_numpy(valid.sum(1).astype(np.int32))

@@ -110,6 +110,22 @@ RECIPES = {
         steps=2200, batch_size=128, max_length=20, peak_lr=5e-3, targets_per_history=2, warmup_steps=200,
         weight_decay=0.1, weight_average=0.99, eval_every=550, checkpoint_every=200,
     ),
+    "sinkrec-long": TrainConfig(
+        steps=100_000, batch_size=8, max_length=32_768, peak_lr=1e-3, eval_every=5000, checkpoint_every=1000,
+        micro_batch_tokens=2**17,
+    ),
+    "sinkrec-base": TrainConfig(
+        steps=100_000, batch_size=64, max_length=4096, peak_lr=1e-3, eval_every=5000, checkpoint_every=1000,
+        micro_batch_tokens=2**17,
+    ),
+    "sinkrec-ml1m": TrainConfig(
+        steps=8000, batch_size=64, max_length=512, peak_lr=1e-3, warmup_steps=500, weight_decay=0.1, eval_every=500,
+        eval_users=6040,
+    ),
+    "sinkrec-tiny": TrainConfig(
+        steps=600, batch_size=32, max_length=100, peak_lr=3e-3, warmup_steps=50, weight_decay=0.1, eval_every=150,
+        checkpoint_every=200,
+    ),
 }  # fmt: skip
 
 _TWIN_PEAK_LR = {("gbla-yandex", "all-softmax"): 7e-4}

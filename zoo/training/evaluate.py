@@ -7,36 +7,28 @@ items that rule can be switched off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from zoo import files
 from zoo.bundle import SEMANTIC_IDS, Bundle
 from zoo.data import Dataset, load_dataset
 from zoo.errors import BundleError, ConfigError
-from zoo.models.gbla import GBLA
+from zoo.models import presets
 from zoo.models.loading import load_model
-from zoo.retrieval import Beams, beam_search
+from zoo.models.sinkrec import SinkRec
 from zoo.training.baselines import LastItem, Popularity, rank
-from zoo.training.batches import histories
 from zoo.training.metrics import interval95, metrics_of, ranks_of
+from zoo.training.ranking import rank_users, rank_users_by_score, seen_items
 
 REPORT = "reports/eval.json"
 RANKS = "reports/ranks.npy"
 RECALL_KS = (5, 10, 50)
 NDCG_KS = (5, 10)
-_FREE_BEAMS = 20
-"""Codes a user that are looked at for the share of illegal ones."""
-_MOST_TOKENS = 2**17
-"""Tokens encoded at a time, padding included: bounds memory where histories are long."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +41,9 @@ class EvalReport:
         users: ranked users, all of them.
         metrics: recommender -> metric -> value.
         recall10_interval: recommender -> 95% interval of Recall@10.
-        illegal_share: share of the codes that the model writes without the trie that belong to no item.
-        beams: beam width.
+        illegal_share: share of the codes that GBLA writes without the trie that belong to no item; 0 of SinkRec, which
+            scores items.
+        beams: beam width, of SinkRec the places of a ranking.
         exclude_seen: whether items of the history were left out.
     """
 
@@ -111,12 +104,19 @@ def evaluate(
     model = load_model(bundle).to(where)
     max_length = bundle.manifest.get("training", {}).get("max_length", 256)
     users = np.arange(dataset.num_users)
-    ranked, illegal = rank_users(
-        model, dataset, users, split, max_length=max_length, beams=beams, batch_size=batch_size,
-        exclude_seen=exclude_seen, progress="ranking" if progress else None,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "max_length": max_length, "batch_size": batch_size, "exclude_seen": exclude_seen,
+        "progress": "ranking" if progress else None,
+    }  # fmt: skip
+    if isinstance(model, SinkRec):
+        ranked, illegal = rank_users_by_score(model, dataset, users, split, most=beams, **settings), 0.0
+    else:
+        ranked, illegal = rank_users(model, dataset, users, split, beams=beams, **settings)
     targets = dataset.targets(split)
-    rankings = {"gbla": ranked, **_baseline_rankings(dataset, split, exclude_seen, batch_size)}
+    rankings = {
+        presets.model_name(model.config): ranked,
+        **_baseline_rankings(dataset, split, exclude_seen, batch_size),
+    }
     metrics = {name: metrics_of(ranking, targets, RECALL_KS, NDCG_KS) for name, ranking in rankings.items()}
     report = EvalReport(
         dataset=dataset.name,
@@ -133,72 +133,6 @@ def evaluate(
         np.save(file, ranks_of(ranked, targets).astype(np.int32))
     bundle.update([REPORT, RANKS], evaluation=report.to_json())
     return report
-
-
-def rank_users(
-    model: GBLA,
-    dataset: Dataset,
-    users: np.ndarray,
-    split: Literal["valid", "test"],
-    *,
-    max_length: int,
-    beams: int,
-    batch_size: int = 64,
-    exclude_seen: bool = True,
-    count_illegal: bool = True,
-    progress: str | None = None,
-) -> tuple[np.ndarray, float]:
-    """Return the ranking int64 [U, beams] of ``users`` and the share of illegal codes without the trie.
-
-    Users of like history length share a batch, so little padding is computed.
-    """
-    device = next(model.parameters()).device
-    trie = dataset.semantic_ids.trie.to(device)
-    ends = dataset.history_end(split)
-    rows = np.full((len(users), beams), -1, np.int64)
-    illegal = []
-    batches = _like_lengths(ends[users] - dataset.user_offsets[users], max_length, batch_size)
-    console = Console(stderr=True)
-    shown = track(batches, progress or "", console=console, transient=True, disable=progress is None)
-    with _evaluating(model):
-        for places in shown:
-            chosen = users[places]
-            ids, lengths = (t.to(device) for t in histories(dataset, chosen, ends[chosen], max_length))
-            seen = torch.from_numpy(seen_items(dataset, chosen, ends[chosen])).to(device) if exclude_seen else None
-
-            def search(**settings: Any) -> Beams:
-                return beam_search(
-                    model.encode, model.decode_step, ids, lengths,  # noqa: B023
-                    num_digits=model.config.num_digits, codebook_size=model.config.codebook_size, **settings,
-                )  # fmt: skip
-
-            rows[places] = search(trie=trie, seen=seen, beams=beams).items.cpu().numpy()
-            if count_illegal:
-                free = search(trie=None, beams=_FREE_BEAMS).codes.cpu().numpy()
-                illegal.append(float((dataset.semantic_ids.items_of(free) < 0).mean()) * len(chosen))
-    return rows, sum(illegal) / max(1, len(users))
-
-
-def _like_lengths(lengths: np.ndarray, max_length: int, batch_size: int) -> list[np.ndarray]:
-    """Split positions of ``lengths`` int [U] into batches of like length, the longest first (it needs most memory)."""
-    order, batches = np.argsort(-lengths, kind="stable"), []
-    while len(order):
-        longest = max(1, min(max_length, int(lengths[order[0]])))
-        size = max(1, min(batch_size, _MOST_TOKENS // longest))
-        batches.append(order[:size])
-        order = order[size:]
-    return batches
-
-
-def seen_items(dataset: Dataset, users: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return bool [B, N]: which items each of ``users`` had before offset ``ends`` int64 [B]."""
-    starts = dataset.user_offsets[users]
-    counts = ends - starts
-    seen = np.zeros((len(users), dataset.num_items), bool)
-    rows = np.repeat(np.arange(len(users)), counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    seen[rows, dataset.items[np.repeat(starts, counts) + np.arange(len(rows)) - first]] = True
-    return seen
 
 
 def _baseline_rankings(
@@ -226,13 +160,3 @@ def _check_same_ids(bundle: Bundle, dataset: Dataset) -> None:
             f"{bundle.path} was trained with other semantic IDs than those of {dataset.path}; "
             f"evaluate it on the dataset it was trained on ({bundle.manifest.get('training', {}).get('dataset')})"
         )
-
-
-@contextmanager
-def _evaluating(model: GBLA) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -12,7 +12,11 @@ from zoo import files
 
 LOG = "training/log.csv"
 CURVE = "training/loss.png"
-FIELDS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "examples_per_second", "valid_recall@10")
+FIELDS = (
+    "step", "epoch", "loss", "learning_rate", "grad_norm", "examples_per_second", "valid_recall@10",
+    "codebook_perplexity", "dead_codes",
+)  # fmt: skip
+"""The last two only of models with codebooks, a row a validation."""
 
 
 class Log:
@@ -51,7 +55,7 @@ def read_log(path: Path) -> list[dict[str, str]]:
     return [row for row in rows if all(row.get(name) is not None for name in FIELDS) and row["step"].isdigit()]
 
 
-def draw_curve(log: Path, path: Path, title: str) -> None:
+def draw_curve(log: Path, path: Path, title: str, unit: str = "nats per semantic ID") -> None:
     """Draw loss (raw and smoothed) and validation Recall@10 over the steps, as PNG."""
     import matplotlib
 
@@ -65,9 +69,9 @@ def draw_curve(log: Path, path: Path, title: str) -> None:
     ).reshape(-1, 2)
     figure, axis = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     axis.plot(losses[:, 0], losses[:, 1], color="tab:blue", alpha=0.25, linewidth=0.8)
-    axis.plot(losses[:, 0], _smooth(losses[:, 1]), color="tab:blue", label="training loss (nats per semantic ID)")
+    axis.plot(losses[:, 0], _smooth(losses[:, 1]), color="tab:blue", label=f"training loss ({unit})")
     axis.set_xlabel("optimiser step")
-    axis.set_ylabel("loss (nats per semantic ID)")
+    axis.set_ylabel(f"loss ({unit})")
     axis.grid(alpha=0.3)
     handles, labels = axis.get_legend_handles_labels()
     if len(valid):

@@ -23,10 +23,9 @@ from zoo.errors import BundleError, ConfigError, TrainingError
 from zoo.models import presets
 from zoo.models.gbla import GBLA
 from zoo.training import checkpoints, logs
-from zoo.training.batches import Batch, TrainingBatches
 from zoo.training.config import TrainConfig, recipe
-from zoo.training.evaluate import rank_users
 from zoo.training.metrics import ranks_of, recall
+from zoo.training.objectives import Batch, fitted, objective
 from zoo.training.progress import bar, stop_after_this_step
 
 
@@ -71,9 +70,8 @@ def train(
         TrainingError: the loss is not finite; the last checkpoint is kept.
     """
     dataset = data if isinstance(data, Dataset) else load_dataset(data)
-    config = presets.resolve(preset, twin=twin, overrides=overrides)
+    config = fitted(presets.resolve(preset, twin=twin, overrides=overrides), dataset)
     plan = recipe(preset, twin=twin, overrides=settings)
-    _check_fit(config, dataset)
     out = Path(out)
     identity = {
         "preset": preset,
@@ -131,20 +129,14 @@ class _Run:
         self.config, self.plan, self.dataset, self.out = config, plan, dataset, out
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.manual_seed(seed)
-        self.model: GBLA = presets.build(config).to(self.device)
+        self.model: presets.Model = presets.build(config).to(self.device)
         self.optimizer = _optimizer(self.model, plan)
         self.parts: dict[str, checkpoints.Stateful] = {"model": self.model, "optimizer": self.optimizer}
         self.average: AveragedModel | None = None
         if plan.weight_average:
             self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(plan.weight_average))
             self.parts["average"] = self.average
-        self.batches = TrainingBatches(
-            dataset,
-            batch_size=plan.batch_size,
-            max_length=plan.max_length,
-            targets_per_history=plan.targets_per_history,
-            seed=seed,
-        )
+        self.objective = objective(config, dataset, plan, seed)
         path = out / checkpoints.CHECKPOINT
         if path.exists():
             self.state = checkpoints.load(path, identity, self.parts, self.device)
@@ -163,7 +155,7 @@ class _Run:
         """Train from the present step to the last one."""
         self.model.train()
         self.read_at = time.perf_counter()
-        batches = self.batches.from_step(self.state.step)
+        batches = self.objective.from_step(self.state.step)
         try:
             with stop_after_this_step() as stop, bar(self.plan.steps, self.state.step, show) as tell:
                 while self.state.step < self.plan.steps:
@@ -189,7 +181,9 @@ class _Run:
         """Write the bundle with the best weights."""
         if self.state.best_step:
             checkpoints.load_best(self.out / checkpoints.BEST, self.state, self.kept)
-        logs.draw_curve(self.out / logs.LOG, self.out / logs.CURVE, f"{preset} on {self.dataset.name}")
+        logs.draw_curve(
+            self.out / logs.LOG, self.out / logs.CURVE, f"{preset} on {self.dataset.name}", self.objective.unit
+        )
         signatures = {part.name: part.signature for part in self.model.parts()}
         bundle = Bundle.create(self.out, config=presets.config_to_json(self.config), signatures=signatures)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.kept.state_dict().items()}
@@ -206,7 +200,7 @@ class _Run:
             "identity": self.state.identity,
             "seed": self.state.identity["seed"],
             "steps": self.state.step,
-            "epochs": self.state.step / self.batches.steps_per_epoch,
+            "epochs": self.state.step / self.objective.steps_per_epoch,
             "final_loss": float(rows[-1]["loss"]) if rows else None,
             "best_valid_recall@10": self.state.best_metric if self.state.best_metric >= 0 else None,
             "best_step": self.state.best_step or self.state.step,
@@ -217,9 +211,9 @@ class _Run:
         return bundle
 
     @property
-    def kept(self) -> GBLA:
+    def kept(self) -> presets.Model:
         """The model that is validated and kept: the average of the weights where the recipe has one."""
-        return self.model if self.average is None else cast(GBLA, self.average.module)
+        return self.model if self.average is None else cast(presets.Model, self.average.module)
 
     def _step(self, batch: Batch) -> None:
         """Make one optimiser step; nothing here waits for a GPU."""
@@ -227,10 +221,10 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        targets = batch.weights.sum()
+        targets = batch.targets
         losses = []
         for piece in batch.pieces(self.plan.micro_batch_tokens):
-            loss = self._loss(piece.to(self.device), float(targets))
+            loss = self._loss(piece.to(self.device), targets)
             loss.backward()
             losses.append(loss.detach())
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.grad_clip)
@@ -269,7 +263,7 @@ class _Run:
             self.loss = loss
             self.log.write(
                 step=row.step,
-                epoch=(row.step - 1) // self.batches.steps_per_epoch,
+                epoch=(row.step - 1) // self.objective.steps_per_epoch,
                 loss=loss,
                 learning_rate=row.rate,
                 grad_norm=norm,
@@ -296,22 +290,12 @@ class _Run:
         """Return the batch's share of a mean loss over ``targets`` targets."""
         bf16 = self.plan.precision == "bf16" or (self.plan.precision == "auto" and self.device.type == "cuda")
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            losses_BK = self.model(batch.item_ids, batch.lengths, batch.target_codes)
-        return (losses_BK * batch.weights).sum() / targets
+            return self.objective.loss(self.model, batch, targets)
 
     def _validate(self) -> None:
-        ranked, _ = rank_users(
-            self.kept,
-            self.dataset,
-            self.eval_users,
-            "valid",
-            max_length=self.plan.max_length,
-            beams=20,
-            batch_size=128,
-            count_illegal=False,
-        )
+        ranked = self.objective.rank(self.kept, self.eval_users, "valid", 20)
         metric = recall(ranks_of(ranked, self.dataset.targets("valid")[self.eval_users]), 10)
-        self.log.write(step=self.state.step, **{"valid_recall@10": metric})
+        self.log.write(step=self.state.step, **{"valid_recall@10": metric}, **self.objective.health(self.model))
         if metric > self.state.best_metric:
             self.state.best_metric, self.state.best_step = metric, self.state.step
             checkpoints.save_best(self.out / checkpoints.BEST, self.state, self.kept)
@@ -321,25 +305,16 @@ class _Run:
         checkpoints.save(self.out / checkpoints.CHECKPOINT, self.state, self.parts, self.device)
 
 
-def _optimizer(model: GBLA, plan: TrainConfig) -> torch.optim.AdamW:
+def _optimizer(model: presets.Model, plan: TrainConfig) -> torch.optim.AdamW:
     """Return AdamW that decays projection matrices only: no norms, biases, embeddings or convolutions."""
-    decayed = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)} | {id(model.heads)}
+    decayed = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    if isinstance(model, GBLA):
+        decayed.add(id(model.heads))
     groups = [
         {"params": [p for p in model.parameters() if id(p) in decayed], "weight_decay": plan.weight_decay},
         {"params": [p for p in model.parameters() if id(p) not in decayed], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=plan.start_lr, betas=plan.betas, fused=True)
-
-
-def _check_fit(config: Any, dataset: Dataset) -> None:
-    ids = dataset.semantic_ids
-    if (ids.num_digits, ids.codebook_size) != (config.num_digits, config.codebook_size):
-        raise ConfigError(
-            f"{dataset.name} has semantic IDs of {ids.num_digits} digits x {ids.codebook_size} codes, but the model "
-            f"writes {config.num_digits} x {config.codebook_size}; prepare the data with "
-            f"--levels {config.num_digits - 1} --codebook-size {config.codebook_size}, "
-            "or change num_digits and codebook_size with --set"
-        )
 
 
 def _finished(out: Path, identity: Mapping[str, Any]) -> Bundle | None:

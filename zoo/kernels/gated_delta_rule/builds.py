@@ -29,6 +29,7 @@ def builds(capability: int) -> list[KernelBuild]:
         build
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for key_dim, value_dim in (_WIDTHS if dtype == torch.bfloat16 else _WIDTHS[1:5])
+        if parameters.has_kernels(key_dim, dtype, capability)
         for build in _builds_of(key_dim, value_dim, dtype, capability)
     ]
 

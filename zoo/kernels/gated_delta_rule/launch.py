@@ -38,6 +38,8 @@ def choose_for(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim
     for name, dim in (("key", key_dim), ("value", value_dim)):
         if choice.ok and dim not in HEAD_DIMS:
             return Choice(False, f"{name} width {dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
+    if choice.ok and not parameters.has_kernels(key_dim, dtype, capability(device)):
+        return Choice(False, f"{key_dim} keys in {dtype} would not fit the shared memory of this GPU")
     return choice
 
 

@@ -176,6 +176,12 @@ def walk_back_ring(key_dim: int) -> RingConfig:
     return RingConfig(3, 2) if key_dim == 64 else RingConfig(2, 1)
 
 
+def has_kernels(key_dim: int, dtype: torch.dtype, capability: int) -> bool:
+    """Return whether there are kernels for keys of this width: 256 in float32 not where a program has 99 KB of shared
+    memory, of which the inverse would need 128."""
+    return key_dim <= 128 or dtype != torch.float32 or capability not in (86, 89, 120, 121)
+
+
 def has_gradients(key_dim: int, dtype: torch.dtype) -> bool:
     """Return whether the kernels of the gradients take keys of this width: 256 only in bfloat16.
 
