@@ -33,8 +33,8 @@ REACH = (WINDOW_WIDTH - 1) * max(DILATIONS)
 LATEST = 2**40
 """Seconds that a time stays below: 34,000 years."""
 
-MOST_EVENTS = 2**24
-"""Events of a history: positions stay exact in float32."""
+MOST_EVENTS = 2**17
+"""Events of a history: rotary angles stay exact enough in float32."""
 
 
 @dataclass(frozen=True)
