@@ -18,7 +18,7 @@ from zoo.errors import ConfigError
 from zoo.kernels.gated_bidirectional_linear_attention import PackedLayout, parameters
 from zoo.kernels.launch import capability, multiprocessors
 from zoo.layers import GatedBidirectionalLinearAttention
-from zoo.models import presets
+from zoo.models import gbla
 from zoo.models.gbla import EncoderLayer
 
 PROFILED_CALLS = 5
@@ -142,7 +142,7 @@ def _layer(name: str, size: limits.MixerSize, mlp_width: int) -> nn.Module:
     if name == "mixer":
         return GatedBidirectionalLinearAttention(size.d_model, size.num_heads, size.head_dim)
     sizes = {"d_model": size.d_model, "num_heads": size.num_heads, "head_dim": size.head_dim, "mlp_width": mlp_width}
-    return EncoderLayer(presets.resolve("gbla-yandex", overrides={**sizes, "dropout": 0.0}), "L")
+    return EncoderLayer(gbla.PRESETS["gbla-yandex"].with_overrides(**sizes, dropout=0.0), "L")
 
 
 def _one(

@@ -675,7 +675,8 @@ class SinkRec(nn.Module):
         passed = passed.clamp(min=0).masked_fill(~valid, 0)
         y = torch.log1p(passed.to(accumulation_dtype(dtype)))
         half = self.config.time_features // 2
-        frequencies = 2.0 ** torch.arange(-2, half - 2, dtype=y.dtype, device=y.device)
+        # Up to 8 a unit of log time (at 16 features): more would magnify the rounding of y, which reaches 20.
+        frequencies = 2.0 ** torch.arange(4 - half, 4, dtype=y.dtype, device=y.device)
         angles = y.unsqueeze(-1) * frequencies
         return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
 
