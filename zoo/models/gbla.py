@@ -8,8 +8,7 @@ Shape suffixes: B batch, L length, C d_model, H heads, D head width, N decoder l
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from zoo.layers import (
     plan_attention,
     rotate,
 )
+from zoo.models.fields import check_one_or_more, check_types, overridden
 from zoo.models.parts import Part
 from zoo.signature import BATCH, BEAMS, LENGTH, Signature, TensorSpec
 
@@ -91,18 +91,13 @@ class GBLAConfig:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, (kind, wanted) = getattr(self, field.name), _KINDS[str(field.type)]
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise ConfigError(f"{field.name} is {value!r}; it must be {wanted}")
+        check_types(self)
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
         if not self.layout or set(self.layout) - {"S", "L"}:
             raise ConfigError(f"layout is {self.layout!r}; write one letter a layer, S (softmax) or L (linear)")
-        for name in _POSITIVE:
-            if not 1 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        check_one_or_more(self, _POSITIVE)
         if self.hash_rows < 1 or self.hash_rows & (self.hash_rows - 1):
             raise ConfigError(f"hash_rows is {self.hash_rows}; it must be a power of two")
         if self.head_dim % 2:
@@ -122,19 +117,9 @@ class GBLAConfig:
 
     def with_overrides(self, **overrides: Any) -> GBLAConfig:
         """Return a copy with some fields changed; an unknown field raises ConfigError."""
-        unknown = sorted(set(overrides) - set(self.__dataclass_fields__))
-        if unknown:
-            fields = ", ".join(self.__dataclass_fields__)
-            raise ConfigError(f"GBLA has no field {unknown[0]!r}; its fields are {fields}")
-        return replace(self, **overrides)
+        return overridden("GBLA", self, overrides)
 
 
-_KINDS: dict[str, tuple[Any, str]] = {
-    "int": (int, "a whole number"),
-    "float": ((int, float), "a number"),
-    "bool": (bool, "true or false"),
-    "str": (str, "text"),
-}
 _CHOICES = {
     "attention": ("gbla", "bla", "softmax"),
     "direction": ("bidirectional", "causal"),

@@ -11,7 +11,7 @@ window, N layers that hold a state.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from zoo.errors import ConfigError
 from zoo.kernels import causal_short_conv, gated_delta_rule
 from zoo.kernels.ragged import accumulation_dtype, valid_positions
 from zoo.layers import ResidualQuantizer, SwiGLU, local_attention, rotate_tokens, windowed_step
+from zoo.models.fields import check_one_or_more, check_types, overridden
 from zoo.models.parts import Part
 from zoo.signature import BATCH, LENGTH, Signature, TensorSpec
 
@@ -102,15 +103,10 @@ class SinkRecConfig:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, (kind, wanted) = getattr(self, field.name), _KINDS[str(field.type)]
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise ConfigError(f"{field.name} is {value!r}; it must be {wanted}")
+        check_types(self)
         if not self.group or set(self.group) - {"T", "A"}:
             raise ConfigError(f"group is {self.group!r}; write one letter a layer, T (recurrence) or A (attention)")
-        for name in _POSITIVE:
-            if not 1 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        check_one_or_more(self, _POSITIVE)
         for name in ("head_dim", "time_features"):
             if getattr(self, name) % 2:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be even")
@@ -144,20 +140,9 @@ class SinkRecConfig:
 
     def with_overrides(self, **overrides: Any) -> SinkRecConfig:
         """Return a copy with some fields changed; an unknown field raises ConfigError."""
-        unknown = sorted(set(overrides) - set(self.__dataclass_fields__))
-        if unknown:
-            raise ConfigError(
-                f"SinkRec has no field {unknown[0]!r}; its fields are {', '.join(self.__dataclass_fields__)}"
-            )
-        return replace(self, **overrides)
+        return overridden("SinkRec", self, overrides)
 
 
-_KINDS: dict[str, tuple[Any, str]] = {
-    "int": (int, "a whole number"),
-    "float": ((int, float), "a number"),
-    "bool": (bool, "true or false"),
-    "str": (str, "text"),
-}
 _POSITIVE = (
     "d_model",
     "num_heads",
@@ -176,14 +161,14 @@ _POSITIVE = (
     "rotary_base",
 )
 
+_BASE = SinkRecConfig(
+    d_model=512, num_heads=8, key_dim=64, value_dim=64, head_dim=64, mlp_width=1408, memory_dim=256,
+)  # fmt: skip
+
 PRESETS = {
-    # Ours, for long histories.
-    "sinkrec-long": SinkRecConfig(
-        d_model=512, num_heads=8, key_dim=64, value_dim=64, head_dim=64, mlp_width=1408, memory_dim=256,
-    ),
-    "sinkrec-base": SinkRecConfig(
-        d_model=512, num_heads=8, key_dim=64, value_dim=64, head_dim=64, mlp_width=1408, memory_dim=256,
-    ),
+    # Ours. The same model trained on histories of up to 32,768 and 4,096 events: the recipes differ.
+    "sinkrec-long": _BASE,
+    "sinkrec-base": _BASE,
     # Ours, for MovieLens-1M.
     "sinkrec-ml1m": SinkRecConfig(
         d_model=256, num_heads=4, key_dim=64, value_dim=64, head_dim=64, mlp_width=704, memory_dim=128, dropout=0.2,
@@ -238,13 +223,11 @@ class Memory(NamedTuple):
     Attributes:
         vectors: [B, L, M], the sum of the chosen codes.
         codes: int64 [B, L, R].
-        inputs: [B, L, M], what was quantised.
         commitment: float32 scalar.
     """
 
     vectors: Tensor
     codes: Tensor
-    inputs: Tensor
     commitment: Tensor
 
 
@@ -314,7 +297,7 @@ class MemoryEncoder(nn.Module):
         ]
         inputs = self.project(torch.cat(windows, dim=-1))
         found = self.quantizer(inputs, valid_BL)
-        return Memory(found.vectors.to(inputs.dtype), found.codes, inputs, found.commitment)
+        return Memory(found.vectors.to(inputs.dtype), found.codes, found.commitment)
 
     def reinject(self, x_BLC: Tensor, memory_BLM: Tensor) -> Tensor:
         """Return x + sigmoid(W_g [x; m]) * W_m m."""
@@ -575,10 +558,9 @@ class SinkRec(nn.Module):
         losses = self._cross_entropy(widened(users), targets)
         next_item = losses.new_zeros(following.shape).masked_scatter(following, losses)
         total = losses.sum() / following.sum().clamp(min=1)
-        zero = total.new_zeros(())
-        commitment, reconstruction = read.commitment, zero
-        if self.config.memory:
-            assert read.memory is not None
+        commitment = reconstruction = total.new_zeros(())
+        if read.memory is not None:
+            commitment = read.memory.commitment
             reconstruction = self.memory.reconstruction_loss(read.memory, read.embedded, read.before, read.valid)
             total = total + self.config.commitment_weight * commitment
             total = total + self.config.reconstruction_weight * reconstruction
@@ -602,7 +584,7 @@ class SinkRec(nn.Module):
     def codes(self, items: Tensor, lengths: Tensor) -> Tensor:
         """Return the memory codes int64 [B, L, R] of histories; what stands at padding means nothing."""
         valid = valid_positions(lengths, items.shape[1])
-        embedded = self.items(items.masked_fill(~valid, 0)) * valid.unsqueeze(-1)
+        embedded = self._embed(items, valid)
         before = embedded.new_zeros(embedded.shape[0], REACH, embedded.shape[2])
         return self.memory(embedded, before, valid).codes
 
@@ -624,15 +606,20 @@ class SinkRec(nn.Module):
         step = Signature((*events(1), *inputs), tuple(state.values()))
         return Part("prefill", _Prefill(self), prefill), Part("step", _Step(self), step)
 
+    def _embed(self, items: Tensor, valid: Tensor) -> Tensor:
+        """Return the items' embeddings [B, L, C], zero at padding."""
+        return self.items(items.masked_fill(~valid, 0)) * valid.unsqueeze(-1)
+
     def _read(self, items: Tensor, times: Tensor, lengths: Tensor, state: State | None) -> tuple[_Read, State]:
         config = self.config
         valid = valid_positions(lengths, items.shape[1])
         lengths = valid.sum(-1, dtype=torch.int32)
-        embedded = self.items(items.masked_fill(~valid, 0)) * valid.unsqueeze(-1)
+        embedded = self._embed(items, valid)
         start = self.initial_state(items.shape[0]) if state is None else state
+        windows = start.windows.to(embedded.dtype)
         x_BLC, memory = self.dropout(embedded), None
         if config.memory:
-            memory = self.memory(embedded, start.windows.to(embedded.dtype), valid)
+            memory = self.memory(embedded, windows, valid)
             x_BLC = self.memory.reinject(x_BLC, memory.vectors)
         events = Events(
             lengths,
@@ -659,13 +646,12 @@ class SinkRec(nn.Module):
             conv,
             keys,
             values,
-            windows=last_rows(torch.cat([start.windows.to(embedded.dtype), embedded], dim=1), lengths, REACH),
+            windows=last_rows(torch.cat([windows, embedded], dim=1), lengths, REACH),
             user=last_rows(torch.cat([start.user.unsqueeze(1).to(users.dtype), users], dim=1), lengths, 1).squeeze(1),
             seen=start.seen + lengths,
             last_time=last_rows(torch.cat([start.last_time.unsqueeze(1), times], dim=1), lengths, 1).squeeze(1),
         )
-        commitment = users.new_zeros(()) if memory is None else memory.commitment
-        return _Read(users, memory, embedded, start.windows.to(embedded.dtype), valid, commitment), following
+        return _Read(users, memory, embedded, windows, valid), following
 
     def _time_features(self, times: Tensor, valid: Tensor, start: State) -> Tensor:
         """Return sines and cosines [B, L, F] of log(1 + seconds since the event before), 0 for the first."""
@@ -740,7 +726,6 @@ class _Read(NamedTuple):
     embedded: Tensor
     before: Tensor
     valid: Tensor
-    commitment: Tensor
 
 
 def unit(x: Tensor) -> Tensor:
