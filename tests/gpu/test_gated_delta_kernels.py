@@ -276,21 +276,17 @@ def test_extremes_are_inside_the_tolerance_rule_across_segments(case, extreme):
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("dim", [16, 64])
 def test_any_strides_are_read(dim, view):
-    inputs, lengths = draw(2, 300, 3, dim, dim, BRAIN), as_lengths([300, 257], "cuda")
-    inputs = inputs._replace(beta=inputs.beta.float())
-    grads = draw_grads(inputs)
+    inputs = draw(2, 300, 3, dim, dim, BRAIN)
 
-    def run(inputs, grads, lengths):
+    def run(inputs, lengths, grads, *, normalize):
         leaves = each(inputs, lambda x: x.detach().requires_grad_())
-        outputs = gated_delta_rule(*leaves, lengths, normalize=True)
-        gradients = torch.autograd.grad(outputs, leaves, grads)
-        return by_name((outputs, dict(zip(NAMES, gradients, strict=True))))
+        lengths = torch.stack([as_lengths(lengths, "cuda")] * 2, 1)[:, 0]
+        outputs = gated_delta_rule(*VIEWS[view](leaves), lengths, normalize=normalize)
+        strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in grads]
+        gradients = torch.autograd.grad(outputs, leaves, strided)
+        return [y.detach() for y in outputs], dict(zip(NAMES, gradients, strict=True))
 
-    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in grads]
-    found = run(VIEWS[view](inputs), strided, torch.stack([lengths, lengths], 1)[:, 0])
-    for name, wanted in run(inputs, grads, lengths).items():
-        # The same sums; with and without tensor memory access they are compiled apart.
-        torch.testing.assert_close(found[name].float(), wanted.float(), rtol=2e-2, atol=2e-3)
+    assert_inside(inputs._replace(beta=inputs.beta.float()), [300, 257], run=run)
 
 
 @pytest.mark.parametrize("case", USUAL, ids=str)

@@ -160,8 +160,11 @@ def resident_walks(*, specialized: bool) -> int:
 
 
 def solve_registers(key_dim: int, dtype: torch.dtype, capability: int) -> int | None:
-    """Return the most registers of a thread of the inverse in registers; None where it does not take these."""
-    if capability != 90 or dtype.itemsize != 2 or key_dim not in (32, 64, 128):
+    """Return the most registers of a thread of the inverse in registers; None where it does not take these.
+
+    Its products are tf32, which serves bfloat16 only.
+    """
+    if capability != 90 or dtype != torch.bfloat16 or key_dim not in (32, 64, 128):
         return None
     return 128 if key_dim == 64 else MOST_REGISTERS
 

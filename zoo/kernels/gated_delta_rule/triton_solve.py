@@ -80,6 +80,8 @@ def solve_kernel(
     left as they are.
     """
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
+    # The errors of the inverse grow from block to block, and tensor cores cut off what float32 sums round.
+    INVERSE: tl.constexpr = "ieee" if EXACT else PRECISION
     C: tl.constexpr = 64
     program = tl.program_id(0)
     head = program % heads
@@ -122,7 +124,7 @@ def solve_kernel(
     beta_XI = tl.reshape(beta_C, [4, 16])
     row_factor_XI = beta_XI * factor_XI
     a_XIJ *= power(tl.where(i > j, sums_XIJ, float("-inf")), EXACT) * row_factor_XI[:, :, None] * factor_XI[:, None, :]
-    x_XIJ = _small_inverses(a_XIJ, PRECISION)
+    x_XIJ = _small_inverses(a_XIJ, INVERSE)
     out = inverse + place * C * C
     dtype = inverse.dtype.element_ty
     blocks = tl.arange(0, 4)[:, None, None] * 16
@@ -147,7 +149,7 @@ def solve_kernel(
     a_PIJ *= power(from_start_PI[:, :, None] + to_end_PJ[:, None, :], EXACT)
     a_PIJ *= row_factor_PI[:, :, None] * factor_PJ[:, None, :]
     even_PIJ, odd_PIJ = tl.split(tl.permute(tl.reshape(x_XIJ, [2, 2, 16, 16]), [0, 2, 3, 1]))
-    x_PIJ = -tl.dot(tl.dot(odd_PIJ, a_PIJ, input_precision=PRECISION), even_PIJ, input_precision=PRECISION)
+    x_PIJ = -tl.dot(tl.dot(odd_PIJ, a_PIJ, input_precision=INVERSE), even_PIJ, input_precision=INVERSE)
     pairs = tl.arange(0, 2)[:, None, None] * 32
     tl.store(out + (pairs + 16 + i) * C + pairs + j, (x_PIJ * beta_PJ[:, None, :]).to(dtype))
     tl.store(out + (pairs + i) * C + pairs + 16 + j, tl.zeros([2, 16, 16], dtype))
@@ -174,6 +176,6 @@ def solve_kernel(
     )  # fmt: skip
     a_XX *= power(from_start_X[:, None] + to_end_X[None, :], EXACT)
     a_XX *= row_factor_second_X[:, None] * factor_first_X[None, :]
-    x_XX = -tl.dot(tl.dot(second_XX, a_XX, input_precision=PRECISION), first_XX, input_precision=PRECISION)
+    x_XX = -tl.dot(tl.dot(second_XX, a_XX, input_precision=INVERSE), first_XX, input_precision=INVERSE)
     tl.store(out + (32 + rows[:, None]) * C + rows[None, :], (x_XX * beta_first_X[None, :]).to(dtype))
     tl.store(out + rows[:, None] * C + 32 + rows[None, :], tl.zeros([32, 32], dtype))
