@@ -21,6 +21,7 @@ from zoo.kernels.gated_delta_rule.reference import Inputs, normalized, normalize
 from zoo.kernels.ragged import accumulation_dtype
 
 OURS, FLA, FLASH_QLA = "op", "fla", "flash_qla"
+INSIDE, BEFORE = "inside", "before"
 FORWARD, BACKWARD, STEP = "forward", "forward+backward", "step"
 LABELS = {FLA: "fla", FLASH_QLA: "FlashQLA"}
 FLASH_QLA_DIM = 128
@@ -31,22 +32,28 @@ _FLOOR = (
 SHAPES = "8x8192x16x64,32x2048x8x64,128x512x4x64,256x256x4x32,8x2048x16x128,1x32768x16x128,1024x1x8x64"
 
 
-def measure(shapes: str = SHAPES, directions: str = f"{FORWARD},{BACKWARD}") -> Iterator[dict[str, Any]]:
-    """Yield a row a shape and direction: milliseconds in a CUDA graph and eager, bf16, full rows, normalised keys.
+def measure(
+    shapes: str = SHAPES, directions: str = f"{FORWARD},{BACKWARD}", normalize: str = INSIDE
+) -> Iterator[dict[str, Any]]:
+    """Yield a row a shape and direction: milliseconds in a CUDA graph and eager, bf16, full rows.
 
     Args:
         shapes: comma-separated BxTxHxD; T 1 is a step from a given state to the next, which has no backward.
         directions: comma-separated, of every other shape.
+        normalize: q and k inside the measured time, or before it.
     """
     device = timing.require_cuda("gated_delta")
     chosen = [word.strip() for word in directions.split(",") if word.strip()]
     if unknown := set(chosen) - {FORWARD, BACKWARD}:
         raise ConfigError(f"gated_delta has no direction {sorted(unknown)[0]!r}; use {FORWARD} or {BACKWARD}")
+    if normalize not in (INSIDE, BEFORE):
+        raise ConfigError(f"gated_delta cannot normalise {normalize!r}; use {INSIDE} or {BEFORE}")
     sizes = [_size(shape) for shape in shapes.split(",") if shape.strip()]
     bandwidth = timing.copy_bandwidth(device)
     for size in sizes:
         for direction in [STEP] if size.length == 1 else chosen:
-            yield {**_one_size(size, direction, device, bandwidth), "copy_tb_s": bandwidth / 1e12}
+            row = _one_size(_Problem(size, direction, device, normalize=normalize == INSIDE), bandwidth)
+            yield {**row, "copy_tb_s": bandwidth / 1e12}
             torch.cuda.empty_cache()
 
 
@@ -60,22 +67,28 @@ def _size(shape: str) -> limits.DeltaRuleSize:
 class _Problem:
     """Input sets of one size and direction, and what runs on them."""
 
-    def __init__(self, size: limits.DeltaRuleSize, direction: str, device: torch.device) -> None:
+    def __init__(self, size: limits.DeltaRuleSize, direction: str, device: torch.device, *, normalize: bool) -> None:
         generator = torch.Generator(device).manual_seed(0)
-        self.direction = direction
+        self.size, self.direction, self.normalize = size, direction, normalize
         moved = size.step_bytes() // 2 if direction == STEP else size.forward_bytes()
-        self.sets = [draw(size, generator, with_state=direction == STEP) for _ in range(timing.input_sets(moved))]
+        self.sets = [self._draw(generator) for _ in range(timing.input_sets(moved))]
         for inputs in self.sets:
             for x in inputs[:5]:
                 x.requires_grad_(direction == BACKWARD)
         self.grad = draw(size, generator).v
         self.lengths = torch.full((size.batch,), size.length, dtype=torch.int32, device=device)
 
+    def _draw(self, generator: torch.Generator) -> Inputs:
+        inputs = draw(self.size, generator, with_state=self.direction == STEP)
+        if self.normalize:
+            return inputs
+        return inputs._replace(q=F.normalize(inputs.q, dim=-1), k=F.normalize(inputs.k, dim=-1))
+
     def op(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Call the registered op."""
-        return gated_delta_rule(q, k, v, log_decay, beta, state, self.lengths, normalize=True)
+        return gated_delta_rule(q, k, v, log_decay, beta, state, self.lengths, normalize=self.normalize)
 
     def on_set(self, function: peers.DeltaRule, index: int) -> dict[str, Tensor]:
         """Run a candidate on one input set; return what is compared."""
@@ -98,14 +111,18 @@ class _Problem:
         lengths, grad, scale = gate.end_rows(self.lengths), gate.end_rows(self.grad), inputs.q.shape[3] ** -0.5
         if dtype == torch.float64:
             inputs, grad = _each(inputs, torch.Tensor.double), grad.double()
-        (q, q_factor), (k, k_factor) = (normalized(x.to(accumulation_dtype(dtype))) for x in inputs[:2])
-        unit = inputs._replace(q=q.to(dtype), k=k.to(dtype))
+        factors: list[tuple[Tensor, Tensor]] = []
+        unit = inputs
+        if self.normalize:
+            factors = [normalized(x.to(accumulation_dtype(dtype))) for x in inputs[:2]]
+            unit = inputs._replace(q=factors[0][0].to(dtype), k=factors[1][0].to(dtype))
         o, state = gated_delta_rule_chunked(unit, lengths, scale, False)
         if self.direction != BACKWARD:
             return {"o": o, "state": state} if self.direction == STEP else {"o": o}
-        dq, dk, *others, _ = gated_delta_rule_chunked_backward(grad, None, unit, lengths, scale, False)
-        dq, dk = normalized_backward(dq, q, q_factor).to(dtype), normalized_backward(dk, k, k_factor).to(dtype)
-        return _judged({"o": o, **_named((dq, dk, *others))}, dtype)
+        *found, _ = gated_delta_rule_chunked_backward(grad, None, unit, lengths, scale, False)
+        for index, (x, factor) in enumerate(factors):
+            found[index] = normalized_backward(found[index], x, factor).to(dtype)
+        return _judged({"o": o, **_named(found)}, dtype)
 
 
 def draw(size: limits.DeltaRuleSize, generator: torch.Generator, *, with_state: bool = False) -> Inputs:
@@ -136,10 +153,10 @@ def _judged(found: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {**found, name: found[name].to(dtype)} if name in found else found
 
 
-def _one_size(size: limits.DeltaRuleSize, direction: str, device: torch.device, bandwidth: float) -> dict[str, Any]:
-    problem = _Problem(size, direction, device)
+def _one_size(problem: _Problem, bandwidth: float) -> dict[str, Any]:
+    size, direction = problem.size, problem.direction
     ref64, low = problem.reference(torch.float64), problem.reference(torch.bfloat16)
-    others, notes = _peers(size, direction)
+    others, notes = _peers(problem)
     functions: dict[str, peers.DeltaRule] = {OURS: problem.op, **others}
     choice = launch.choose(problem.sets[0])
     if not choice.ok:
@@ -165,6 +182,7 @@ def _one_size(size: limits.DeltaRuleSize, direction: str, device: torch.device, 
         **vars(size),
         "direction": direction,
         "dtype": "bf16",
+        "normalize": INSIDE if problem.normalize else BEFORE,
         "graph_ms": {name: taken._asdict() for name, taken in graph.items()},
         "eager_ms": {name: taken._asdict() for name, taken in eager.items()},
         "floor_bytes": bytes_moved,
@@ -177,14 +195,14 @@ def _one_size(size: limits.DeltaRuleSize, direction: str, device: torch.device, 
     }
 
 
-def _peers(size: limits.DeltaRuleSize, direction: str) -> tuple[dict[str, peers.DeltaRule], list[str]]:
-    """Return the peers that can be had for a size, and a sentence for each."""
-    if direction == STEP:
+def _peers(problem: _Problem) -> tuple[dict[str, peers.DeltaRule], list[str]]:
+    """Return the peers that can be had for a problem, and a sentence for each."""
+    if problem.direction == STEP:
         offers = {FLA: peers.fla_delta_rule_step()}
     else:
-        offers = {FLA: peers.fla_delta_rule()}
-        if size.head_dim == FLASH_QLA_DIM:
-            offers[FLASH_QLA] = peers.flash_qla_delta_rule()
+        offers = {FLA: peers.fla_delta_rule(normalize=problem.normalize)}
+        if problem.size.head_dim == FLASH_QLA_DIM:
+            offers[FLASH_QLA] = peers.flash_qla_delta_rule(normalize=problem.normalize)
     found = {name: peer for name, (peer, _) in offers.items() if peer is not None}
     return found, [f"{reason}." for _, reason in offers.values()]
 
@@ -250,7 +268,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     notes = [
-        f"bf16, log decay float32, q and k normalised by the op, medians. Floor: {_FLOOR.format(_speed(rows))} Error: "
+        f"bf16, log decay float32, q and k normalised {rows[0]['normalize']} the measured time, medians. "
+        f"Floor: {_FLOOR.format(_speed(rows))} Error: "
         "root mean square against float64, relative, of the output or gradient where it is largest.",
         *tables.distinct(rows),
     ]

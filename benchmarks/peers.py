@@ -87,10 +87,10 @@ def flash_attention_3() -> tuple[Attention | None, str]:
     return attend, "FlashAttention-3 is fa3-fwd 0.0.3"
 
 
-def fla_delta_rule() -> tuple[DeltaRule | None, str]:
+def fla_delta_rule(*, normalize: bool) -> tuple[DeltaRule | None, str]:
     """Return the chunked gated delta rule of fla-core, or None and why not."""
     module, reason = _fla_module()
-    return module and _without_state(module.chunk_gated_delta_rule), reason
+    return module and _without_state(module.chunk_gated_delta_rule, normalize=normalize), reason
 
 
 def fla_delta_rule_step() -> tuple[DeltaRule | None, str]:
@@ -109,13 +109,30 @@ def fla_delta_rule_step() -> tuple[DeltaRule | None, str]:
     return step, reason
 
 
-def flash_qla_delta_rule() -> tuple[DeltaRule | None, str]:
-    """Return the gated delta rule of FlashQLA, D 128 only, or None and why not."""
+def flash_qla_delta_rule(*, normalize: bool) -> tuple[DeltaRule | None, str]:
+    """Return the gated delta rule of FlashQLA, D 128 only, or None and why not.
+
+    It normalises q and k in plain PyTorch. So fla's kernels do that for it where they are installed.
+    """
     try:
         module = importlib.import_module("flash_qla")
     except Exception as error:  # it raises whatever TileLang raises where it finds no compiler or GPU that it knows
         return None, f"no FlashQLA: {first_line(error)}; pip install flash-qla==0.1.3"
-    return _without_state(module.chunk_gated_delta_rule), f"FlashQLA is flash-qla {module.__version__}"
+    rule, reason = module.chunk_gated_delta_rule, f"FlashQLA is flash-qla {module.__version__}"
+    if not normalize:
+        return _without_state(rule, normalize=False), reason
+    try:
+        l2norm = importlib.import_module("fla.modules.norm.l2norm").l2norm
+    except Exception:  # as above
+        return _without_state(rule, normalize=True), f"{reason} with its own normalisation"
+    unit = _without_state(rule, normalize=False)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return unit(l2norm(q), l2norm(k), v, log_decay, beta, state)
+
+    return run, f"{reason} behind fla's normalisation"
 
 
 def _fla_module() -> tuple[Any, str]:
@@ -129,11 +146,11 @@ def _fla_module() -> tuple[Any, str]:
     return module, f"fla is fla-core {version}"
 
 
-def _without_state(function: Callable[..., tuple[Tensor, Tensor | None]]) -> DeltaRule:
+def _without_state(function: Callable[..., tuple[Tensor, Tensor | None]], *, normalize: bool) -> DeltaRule:
     def run(
         q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return function(q, k, v, g=log_decay, beta=beta, initial_state=state, use_qk_l2norm_in_kernel=True)
+        return function(q, k, v, g=log_decay, beta=beta, initial_state=state, use_qk_l2norm_in_kernel=normalize)
 
     return run
 

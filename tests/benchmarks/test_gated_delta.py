@@ -16,9 +16,15 @@ SHAPES = "3x5x2x16,1x70x1x128,4x1x2x16"
 
 def played_rule(q, k, v, g, beta, initial_state=None, **options):
     """Our own op with the arguments of a peer."""
-    assert options.pop("use_qk_l2norm_in_kernel") and not options.keys() - {"output_final_state"}
+    normalize = options.pop("use_qk_l2norm_in_kernel")
+    assert not options.keys() - {"output_final_state"}
     lengths = torch.full((q.shape[0],), q.shape[1], dtype=torch.int32)
-    return gated_delta_rule(q, k, v, g, beta, initial_state, lengths, normalize=True)
+    return gated_delta_rule(q, k, v, g, beta, initial_state, lengths, normalize=normalize)
+
+
+def played_norm(x):
+    """fla's normalisation of the last axis."""
+    return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 @pytest.fixture
@@ -26,7 +32,10 @@ def with_peers(monkeypatch):
     fla, rule, qla = ModuleType("fla"), ModuleType("fla.ops.gated_delta_rule"), ModuleType("flash_qla")
     fla.__version__ = qla.__version__ = "9.9"
     rule.chunk_gated_delta_rule = rule.fused_recurrent_gated_delta_rule = qla.chunk_gated_delta_rule = played_rule
-    modules = {"fla": fla, "fla.ops": ModuleType("fla.ops"), "fla.ops.gated_delta_rule": rule, "flash_qla": qla}
+    norm = ModuleType("fla.modules.norm.l2norm")
+    norm.l2norm = played_norm
+    packages = {name: ModuleType(name) for name in ("fla.ops", "fla.modules", "fla.modules.norm")}
+    modules = {"fla": fla, **packages, rule.__name__: rule, norm.__name__: norm, "flash_qla": qla}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("FLA_FLASH_QLA", "1")
@@ -56,6 +65,29 @@ def test_it_runs_to_its_tables_beside_its_peers(played, with_peers):
     assert "FlashQLA ms" in gated_delta.short_table(kept)
 
 
+def test_norms_can_be_left_out_of_the_measured_time(played, with_peers, monkeypatch):
+    taken = []
+
+    def rule(*tensors, **options):
+        taken.append((options["use_qk_l2norm_in_kernel"], tensors[1][0, 0, 0].norm().item()))
+        return played_rule(*tensors, **options)
+
+    monkeypatch.setattr(with_peers["flash_qla"], "chunk_gated_delta_rule", rule)
+    monkeypatch.setattr(with_peers["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", rule)
+    rows = list(gated_delta.measure("1x70x1x128", normalize="before"))
+    assert [sorted(row["graph_ms"]) for row in rows] == [["fla", "flash_qla", "op"]] * 2
+    assert taken and all(not inside and norm == pytest.approx(1, abs=0.01) for inside, norm in taken)
+    assert "q and k normalised before the measured time" in gated_delta.table(rows)
+    with pytest.raises(ConfigError, match="cannot normalise 'after'; use inside or before"):
+        list(gated_delta.measure("1x70x1x128", normalize="after"))
+
+
+def test_flash_qla_is_timed_with_the_fastest_normalisation_at_hand(with_peers, monkeypatch):
+    assert peers.flash_qla_delta_rule(normalize=True)[1] == "FlashQLA is flash-qla 9.9 behind fla's normalisation"
+    monkeypatch.setitem(sys.modules, "fla.modules.norm.l2norm", None)
+    assert peers.flash_qla_delta_rule(normalize=True)[1] == "FlashQLA is flash-qla 9.9 with its own normalisation"
+
+
 def test_one_shape_and_direction_can_be_run_alone(played):
     assert len(list(gated_delta.measure("2x6x1x16", "forward"))) == 1
     with pytest.raises(ConfigError, match="'2x6x16'; write it BxTxHxD"):
@@ -67,7 +99,7 @@ def test_one_shape_and_direction_can_be_run_alone(played):
 
 
 def test_a_peer_that_is_not_installed_is_named_with_the_way_to_have_it(played, monkeypatch):
-    for name in ("fla", "fla.ops.gated_delta_rule", "flash_qla"):
+    for name in ("fla", "fla.ops.gated_delta_rule", "fla.modules.norm.l2norm", "flash_qla"):
         monkeypatch.setitem(sys.modules, name, None)
     rows = list(gated_delta.measure("1x6x1x128,2x1x1x16", "forward"))
     assert [set(row["graph_ms"]) for row in rows] == [{"op"}, {"op"}]
@@ -81,12 +113,14 @@ def test_a_peer_whose_import_raises_anything_is_missing(played, with_peers, monk
         raise ValueError(f"{name} now supports sm90 only\nmore")
 
     monkeypatch.setattr(peers.importlib, "import_module", refuses)
-    assert peers.flash_qla_delta_rule()[1].startswith("no FlashQLA: ValueError: flash_qla now supports sm90 only; pip")
-    assert peers.fla_delta_rule() == (None, peers.fla_delta_rule_step()[1])
+    assert peers.flash_qla_delta_rule(normalize=True)[1].startswith(
+        "no FlashQLA: ValueError: flash_qla now supports sm90 only; pip"
+    )
+    assert peers.fla_delta_rule(normalize=True) == (None, peers.fla_delta_rule_step()[1])
 
 
 def test_fla_is_not_flash_qla_in_disguise(with_peers, monkeypatch):
-    assert peers.fla_delta_rule()[0] is not None
+    assert peers.fla_delta_rule(normalize=True)[0] is not None
     assert peers.os.environ["FLA_FLASH_QLA"] == "0"
 
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The same as ``triton_solve`` in bfloat16 for Hopper: one warp inverts one chunk, in registers but for a few exchanges.
+"""The same as ``triton_solve`` in bfloat16 for Hopper: one warp inverts one chunk, in registers but a few exchanges.
 
 Tiles are 16 x 16. A tensor-core product leaves its result where a left operand of the next product is read, and where
 a right operand is read if that is the transpose of the result, as long as the positions of a tile are dealt out to
