@@ -1,5 +1,7 @@
 """The Triton kernels of the gated delta rule in Triton's interpreter, against the float64 reference."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +28,7 @@ from tests.kernels.delta_rule import (
 )
 from tests.kernels.interpreting import DTYPES, kernels_from_triton
 from zoo.kernels import gated_delta_rule
-from zoo.kernels.gated_delta_rule import launch, parameters
+from zoo.kernels.gated_delta_rule import launch, parameters, triton_walk, walks
 from zoo.kernels.gated_delta_rule.reference import Inputs
 from zoo.kernels.launch import assumed_capability
 
@@ -106,6 +108,96 @@ def test_a_full_batch_of_each_kind_of_widths(key_dim, value_dim, dtype):
 def test_segments_of_a_row_meet_without_a_seam(cut, dtype):
     inputs, run = draw(2, 130, 1, 16, 32, dtype, decay=0.05), launched({"cut": cut}, {"cut": cut})
     assert_inside(inputs, [130, 40], normalize=dtype == torch.float16, run=run)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_extremes_are_inside_the_tolerance_rule_across_segments(extreme, dtype):
+    cut = {"cut": parameters.Segments(2, 1)}
+    inputs = in_dtype(EXTREMES[extreme](draw_inputs(1, 100, 1, 16, 16)), dtype)
+    assert_inside(inputs, [100], normalize=False, run=launched(cut, cut), narrow=True)
+
+
+LONG = 64 * 6 - 10
+"""Positions of six chunks, the last one not full."""
+
+
+def walk_of(inputs, lengths, cut, *, normalize=False):
+    lengths = as_lengths(lengths)
+    return walks.Walk(inputs, lengths, launch.solve(inputs, lengths, normalize), normalize, None, cut)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("change", "left_out"),
+    [
+        (lambda inputs: inputs, True),
+        (
+            lambda inputs: inputs._replace(
+                k=1.5 * inputs.k, log_decay=0.4 * inputs.log_decay, beta=inputs.beta / 10 + 0.9
+            ),
+            False,
+        ),
+        (lambda inputs: inputs._replace(v=inputs.v * torch.linspace(4, -4, LONG).exp()[None, :, None, None]), True),
+    ],
+    ids=["decay", "growth that decay does not outweigh", "values that fade"],
+)
+def test_what_does_not_last_is_left_out(change, left_out, dtype):
+    inputs = in_dtype(change(draw_inputs(2, LONG, 1, 16, 16)), dtype)
+    lengths, cut = [LONG, 200], parameters.Segments(2, 3)
+    spans = walk_of(inputs, lengths, cut).spans
+    assert bool((spans[0, :, :, 0] > 0).all()) == left_out
+    assert_inside(inputs, lengths, normalize=False, run=launched({"cut": cut}, {"cut": cut}))
+
+
+def exact_bounds(inputs, normalize):
+    """log2 of the product over each chunk of the norms of a (I - b k k^T), [B, H, N] float64."""
+    k = inputs.k.double()
+    squares = k.square().sum(3)
+    if normalize:
+        squares = squares / (squares + 1e-6)
+    steps = inputs.log_decay.double() / math.log(2) + (1 - inputs.beta.double() * squares).abs().clamp(min=1).log2()
+    padded = torch.nn.functional.pad(steps.transpose(1, 2), (0, -steps.shape[1] % 64))
+    return padded.unflatten(2, (-1, 64)).sum(3)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bounds_are_those_of_the_products_of_norms(dtype, normalize):
+    inputs = draw_inputs(1, 130, 2, 16, 16, key_size=1.3)
+    inputs = in_dtype(inputs._replace(beta=3 * inputs.beta), dtype)
+    found = launch.solve(inputs, as_lengths([130]), normalize).bounds
+    torch.testing.assert_close(found.double(), exact_bounds(inputs, normalize), rtol=1e-4, atol=1e-2)
+
+
+def spans_by_definition(bounds, chunks, cut, limit):
+    found = []
+    for segment in range(cut.number):
+        mine = bounds[segment * cut.chunks : min((segment + 1) * cut.chunks, chunks)]
+        lasts = [not sum(mine[i + 1 :]) < -limit for i in range(len(mine))]
+        seen = [not sum(mine[:i]) < -limit for i in range(len(mine))]
+        first = lasts.index(True) if mine else 0
+        stop = len(mine) - seen[::-1].index(True) if mine else 0
+        found.append([first, stop, int(not sum(mine) < -limit)])
+    return found
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 63, 64, 65, 129, 200, 260])
+@pytest.mark.parametrize("kind", ["decay", "growth", "infinite decay", "nan"])
+def test_spans_are_those_of_their_definition(kind, chunks):
+    cut = parameters.Segments(2, 130)
+    bounds = -torch.rand(260)
+    if kind == "growth":
+        bounds[::5] += 3
+    if kind == "infinite decay":
+        bounds[[3, 64, 131, 199]] = -torch.inf
+    if kind == "nan":
+        bounds[[64, 198]] = torch.nan
+    spans = torch.empty(1, 1, 2, 3, dtype=torch.int32)
+    triton_walk.spans_kernel[(2,)](
+        bounds, as_lengths([max(64 * chunks - 5, 0)]), spans, 64 * 260, 1, 260, *cut, LIMIT=20, num_warps=1
+    )
+    assert spans[0, 0].tolist() == spans_by_definition(bounds.tolist(), chunks, cut, 20)
 
 
 @pytest.mark.parametrize("normalize", [False, True])

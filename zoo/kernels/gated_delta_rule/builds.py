@@ -13,8 +13,8 @@ from zoo.kernels.launch import TRITON_TYPE, KernelBuild
 
 _WIDTHS = ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (64, 128))
 _FLOAT32 = (
-    "log_decay", "gates", "norms", "initial", "final", "grad_final", "grad_initial", "dlog_decay", "dbeta", "sums",
-    "transitions", "first",
+    "log_decay", "gates", "norms", "bounds", "initial", "final", "grad_final", "grad_initial", "dlog_decay", "dbeta",
+    "sums", "transitions", "first",
 )  # fmt: skip
 
 
@@ -57,6 +57,9 @@ def _builds_of(key_dim: int, value_dim: int, dtype: torch.dtype, capability: int
             }  # fmt: skip
             name = f"gated_delta walk {mode} {where}{' tma' if tma else ''}"
             yield _build(name, triton_walk.walk_kernel, dtype, constants, walk.num_warps, walk.num_stages)
+    if key_dim == value_dim == 64:
+        constants = {"LIMIT": parameters.forgotten_bits(dtype)}
+        yield _build(f"gated_delta spans {TRITON_TYPE[dtype]}", triton_walk.spans_kernel, dtype, constants, 1, 1)
     for back in (False, True) if cut else ():
         constants = {
             "K": key_dim, "V": value_dim, "BLOCK_V": min(value_dim, 16), "INITIAL": True, "BACK": back,
@@ -160,7 +163,7 @@ def _build(
             signature[argument] = "i32"
         elif argument == "scale":
             signature[argument] = "fp32"
-        elif argument == "lengths":
+        elif argument in ("lengths", "spans"):
             signature[argument] = "*i32"
         elif argument.endswith("_desc") and tma and ("TMA" not in constants or _has(argument, constants)):
             width = constants[widths[argument]] if argument in widths else parameters.CHUNK

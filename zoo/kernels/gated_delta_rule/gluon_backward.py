@@ -184,7 +184,7 @@ def _chain(
 
 @gluon.jit(do_not_specialize=["length", "heads", "chunks", "segments", "segment_chunks"])
 def specialized_walk_back_kernel(
-    q_desc, k_desc, grad_o_desc, inverse_desc, gates, norms, grad_final, lengths, dv, dv_desc, grad_initial,
+    q_desc, k_desc, grad_o_desc, inverse_desc, gates, norms, grad_final, lengths, spans, dv, dv_desc, grad_initial,
     grad_states_desc, length, heads, chunks, segments, segment_chunks, stride_qh, stride_kh, scale,
     K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, NORMALIZE: gl.constexpr, FINAL: gl.constexpr,
     OUTPUT: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
@@ -205,6 +205,8 @@ def specialized_walk_back_kernel(
     end = valid_length(lengths, row, length)
     first = segment * segment_chunks
     walked = gl.maximum(gl.minimum((end + C - 1) // C, first + segment_chunks) - first, 0)
+    if not OUTPUT:
+        walked = gl.minimum(walked, gl.load(spans + (pair.to(gl.int64) * segments + segment) * 3 + 1))
     valid = gl.minimum(end - (first + walked - 1) * C, C)
     rest = gl.maximum(gl.minimum(length, (first + segment_chunks) * C) - gl.maximum(end, first * C), 0)
     place = pair.to(gl.int64) * chunks + first

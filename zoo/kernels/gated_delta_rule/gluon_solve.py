@@ -167,7 +167,7 @@ def _small_inverses(a_s, beta_XJ):
 
 @gluon.jit(do_not_specialize=["length", "heads", "chunks", "stride_gb", "stride_gt", "stride_bb", "stride_bt"])
 def specialized_solve_kernel(
-    k, log_decay, beta, lengths, inverse, gates, norms,
+    k, log_decay, beta, lengths, inverse, gates, norms, bounds,
     length, heads, chunks, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh, stride_bb, stride_bt,
     stride_bh,
     K: gl.constexpr, NORMALIZE: gl.constexpr,
@@ -234,11 +234,17 @@ def specialized_solve_kernel(
     norms_PX = gl.zeros([2, 32], gl.float32, halves)
     rows_s = gates_s
     columns_s = gates_s
+    norms_s = gl.allocate_shared_memory(gl.float32, [C], PLAIN_VECTOR)
+    reinterpret(norms_s, gl.float32, [4, 16], PLAIN).store(gl.sum(gl.where(i == j, squares_XIJ, 0.0), 2))
+    # A normalised key is not longer than 1.
+    grown_C = beta_C.to(gl.float32)
+    if not NORMALIZE:
+        grown_C *= norms_s.load(line)
+    grown_C = _log2(gl.maximum(gl.abs(1.0 - grown_C), 1.0, propagate_nan=tl.PropagateNan.ALL))
+    gl.store(bounds + place, gl.sum(grown_C + log_a_C * LOG2_E, 0))
     if NORMALIZE:
-        norms_s = gl.allocate_shared_memory(gl.float32, [C], PLAIN_VECTOR)
         rows_s = gl.allocate_shared_memory(gl.float32, [C], PLAIN_VECTOR)
         columns_s = gl.allocate_shared_memory(gl.float32, [C], PLAIN_VECTOR)
-        reinterpret(norms_s, gl.float32, [4, 16], PLAIN).store(gl.sum(gl.where(i == j, squares_XIJ, 0.0), 2))
         norms_PX = -0.5 * _log2(reinterpret(norms_s, gl.float32, [2, 32], PLAIN).load(halves) + NORM_EPS)
         p = gl.arange(0, 2, gl.SliceLayout(1, halves))[:, None]
         x = gl.arange(0, 32, gl.SliceLayout(0, halves))[None, :]

@@ -202,7 +202,7 @@ def _chain(
 
 @gluon.jit(do_not_specialize=["length", "heads", "chunks", "segments", "segment_chunks"])
 def specialized_walk_kernel(
-    q_desc, k_desc, v_desc, inverse_desc, gates, norms, initial, lengths, o, o_desc, final, states_desc,
+    q_desc, k_desc, v_desc, inverse_desc, gates, norms, initial, lengths, spans, o, o_desc, final, states_desc,
     length, heads, chunks, segments, segment_chunks, stride_qh, stride_kh, stride_vh, scale,
     K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, NORMALIZE: gl.constexpr, INITIAL: gl.constexpr,
     MODE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
@@ -224,6 +224,13 @@ def specialized_walk_kernel(
     end = valid_length(lengths, row, length)
     first = segment * segment_chunks
     walked = gl.maximum(gl.minimum((end + C - 1) // C, first + segment_chunks) - first, 0)
+    span = spans + (pair.to(gl.int64) * segments + segment) * 3
+    if MODE == "sum":
+        skipped = gl.load(span)
+        first += skipped
+        walked -= skipped
+    if MODE == "transition":
+        walked *= gl.load(span + 2)
     valid = gl.minimum(end - (first + walked - 1) * C, C)
     rest = gl.maximum(gl.minimum(length, (first + segment_chunks) * C) - gl.maximum(end, first * C), 0)
     place = pair.to(gl.int64) * chunks + first

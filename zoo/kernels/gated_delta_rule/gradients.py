@@ -58,7 +58,7 @@ def write_gradients(
     q, k, v = walk.q, walk.k, walk.v
     with on_device(q):
         gradients_kernel[(walk.batch * walk.heads * walk.chunks,)](
-            q, k, v, beta, found.grad_o, found.dv, *walk.solved, found.states, found.grad_states, walk.lengths,
+            q, k, v, beta, found.grad_o, found.dv, *walk.solved[:3], found.states, found.grad_states, walk.lengths,
             *written, walk.length, walk.heads, walk.chunks, *(stride for x in (q, k, v) for stride in x.stride()[:3]),
             *beta.stride(), scale,
             K=walk.key_dim, K_PADDED=max(walk.key_dim, FEWEST_COLUMNS), V=walk.value_dim, BLOCK_V=config.block_v,

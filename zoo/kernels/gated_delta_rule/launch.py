@@ -63,6 +63,7 @@ def solve(inputs: Inputs, lengths: Tensor, normalize: bool, config: SolveConfig 
         torch.empty(batch, heads, chunks, CHUNK, CHUNK, dtype=k.dtype, device=k.device),
         gates,
         torch.empty_like(gates) if normalize else gates,
+        torch.empty(batch, heads, chunks, dtype=torch.float32, device=k.device),
     )
     if not gates.numel():
         return solved

@@ -127,6 +127,15 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float16 or is_interpreting() else "bf16x6"
 
 
+def forgotten_bits(dtype: torch.dtype) -> int:
+    """Return n such that cut rows leave out what is left of a state or a write if it is less than 2^-n of it.
+
+    Far below the rounding of the dtype: the rest of a sum may be smaller by 2^32 in bfloat16, by 2^29 in float16 and by
+    2^41 in float32 before that can be seen.
+    """
+    return 64 if dtype == torch.float32 else 40
+
+
 def solve_config(key_dim: int, dtype: torch.dtype, capability: int) -> SolveConfig:
     """Return the parameters of the inverse."""
     return SolveConfig(4 if dtype == torch.float32 else 1)

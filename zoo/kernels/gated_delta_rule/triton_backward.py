@@ -83,8 +83,8 @@ def _chunk_back(
 
 @triton.jit(do_not_specialize=("length", "heads", "chunks", "segments", "segment_chunks"))
 def walk_back_kernel(
-    q, q_desc, k, k_desc, grad_o, grad_o_desc, inverse, inverse_desc, gates, norms, grad_final, lengths, dv, dv_desc,
-    grad_initial, grad_states,
+    q, q_desc, k, k_desc, grad_o, grad_o_desc, inverse, inverse_desc, gates, norms, grad_final, lengths, spans, dv,
+    dv_desc, grad_initial, grad_states,
     length, heads, chunks, segments, segment_chunks, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr, FINAL: tl.constexpr,
@@ -95,7 +95,7 @@ def walk_back_kernel(
     ``grad_final`` is [B, H, segments, K, V] where FINAL, the gradient of the state after each segment. With OUTPUT
     write dv [B, T, H, V], the gradient of the initial state [B, H, K, V], from the first segment, and of the state
     after each chunk, transposed, [B, H, N, V, K] in the dtype of k; without, only the gradient of the state before each
-    segment, to ``grad_initial`` [B, H, segments, K, V].
+    segment, to ``grad_initial`` [B, H, segments, K, V], leaving out the chunks that ``spans`` says do not see it.
     """
     C: tl.constexpr = 64
     value_blocks: tl.constexpr = V // BLOCK_V
@@ -109,6 +109,8 @@ def walk_back_kernel(
     start = segment * segment_chunks
     stop = start * C + segment_chunks * C
     end = tl.maximum(tl.minimum(row_length(lengths, row, length), stop), start * C)
+    if not OUTPUT:
+        end = tl.minimum(end, (start + tl.load(spans + (pair * segments + segment) * 3 + 1)) * C)
     full = end // C
     row_start = row * length
     stride_ot = heads * V

@@ -69,15 +69,16 @@ def _side_by_side(left_XIJ, right_XIJ, X: tl.constexpr, I: tl.constexpr, J: tl.c
 
 @triton.jit(do_not_specialize=("length", "heads", "chunks", "stride_gb", "stride_gt", "stride_bb", "stride_bt"))
 def solve_kernel(
-    k, log_decay, beta, lengths, inverse, gates, norms,
+    k, log_decay, beta, lengths, inverse, gates, norms, bounds,
     length, heads, chunks, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh, stride_bb, stride_bt,
     stride_bh,
     K: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write T diag(b) [64, 64], the gates and the norms of the keys of one chunk of one row and head.
+    """Write T diag(b) [64, 64], the gates, the norms of the keys and a bound of one chunk of one row and head.
 
-    ``inverse`` is [B, H, N, 64, 64], ``gates`` and ``norms`` [B, H, N, 64] float32. Chunks of nothing but padding are
-    left as they are.
+    ``inverse`` is [B, H, N, 64, 64], ``gates`` and ``norms`` [B, H, N, 64] float32, ``bounds`` [B, H, N] float32: the
+    logarithm to base 2 of what the norm of a state can grow by, as |a (I - b k k^T)| = a max(1, |1 - b |k|^2|). Chunks
+    of nothing but padding are left as they are.
     """
     EXACT: tl.constexpr = k.dtype.element_ty == tl.float32
     # The errors of the inverse grow from block to block, and tensor cores cut off what float32 sums round.
@@ -117,11 +118,15 @@ def solve_kernel(
     k_XIK = _blocks(k, t, end, stride_kt, 0, 1, 4, K)
     a_XIJ = tl.dot(k_XIK, tl.permute(k_XIK, [0, 2, 1]), input_precision=PRECISION)
     factor_XI = tl.full([4, 16], 1.0, tl.float32)
+    squares_XI = tl.sum(tl.where(i == j, a_XIJ, 0.0), 2)
     if NORMALIZE:
-        factor_XI = tl.rsqrt(tl.sum(tl.where(i == j, a_XIJ, 0.0), 2) + NORM_EPS)
+        factor_XI = tl.rsqrt(squares_XI + NORM_EPS)
         blocks_XI = tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 16)[None, :]
         tl.store(norms + place * C + blocks_XI, factor_XI if EXACT else tl.log2(factor_XI))
     beta_XI = tl.reshape(beta_C, [4, 16])
+    grown_XI = tl.abs(1.0 - beta_XI * (squares_XI * factor_XI * factor_XI))
+    grown_XI = tl.log2(tl.maximum(grown_XI, 1.0, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(bounds + place, tl.sum(tl.sum(grown_XI, 1), 0) + tl.sum(log_a_C, 0) * LOG2_E)
     row_factor_XI = beta_XI * factor_XI
     a_XIJ *= power(tl.where(i > j, sums_XIJ, float("-inf")), EXACT) * row_factor_XI[:, :, None] * factor_XI[:, None, :]
     x_XIJ = _small_inverses(a_XIJ, INVERSE)

@@ -87,9 +87,9 @@ def _chunk(
 
 @triton.jit(do_not_specialize=("length", "heads", "chunks", "segments", "segment_chunks"))
 def walk_kernel(
-    q, q_desc, k, k_desc, v, v_desc, inverse, inverse_desc, gates, norms, initial, lengths, o, o_desc, final, states,
-    length, heads, chunks, segments, segment_chunks, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
-    stride_vb, stride_vt, stride_vh, scale,
+    q, q_desc, k, k_desc, v, v_desc, inverse, inverse_desc, gates, norms, initial, lengths, spans, o, o_desc, final,
+    states, length, heads, chunks, segments, segment_chunks, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
+    stride_kh, stride_vb, stride_vt, stride_vh, scale,
     K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr, INITIAL: tl.constexpr,
     MODE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -101,6 +101,8 @@ def walk_kernel(
         "states"        write the state before each chunk, transposed, [B, H, N, V, K] in the dtype of k
         "sum"           write the state after each segment, [B, H, segments, K, V] float32, to ``final``
         "transition"    the same from the identity, with no values: what a segment makes of the state before it
+
+    The last two leave out what ``spans`` says does not last: chunks, and transitions as a whole.
     """
     C: tl.constexpr = 64
     value_blocks: tl.constexpr = V // BLOCK_V
@@ -115,6 +117,13 @@ def walk_kernel(
     start = segment * segment_chunks * C
     end = tl.minimum(end, start + segment_chunks * C)
     full_end = start + tl.maximum(end - start, 0) // C * C
+    span = spans + (pair * segments + segment) * 3
+    if MODE == "transition":  # noqa: SIM102 (a load that other modes do not have)
+        if tl.load(span + 2) == 0:
+            return
+    first_t = start
+    if MODE == "sum":
+        first_t += tl.load(span) * C
     row_start = row * length
     q += row.to(tl.int64) * stride_qb
     k += row.to(tl.int64) * stride_kb
@@ -133,7 +142,7 @@ def walk_kernel(
         s_VK += tl.load(initial + (pair * segments + segment) * K * V + cells_VK)
     if MODE == "transition":
         s_VK = tl.where(keys[None, :] == columns[:, None], 1.0, s_VK)
-    for t in tl.range(start, full_end, C, num_stages=STAGES):
+    for t in tl.range(first_t, full_end, C, num_stages=STAGES):
         s_VK = _chunk(
             s_VK, q, q_desc, k, k_desc, v, v_desc, inverse, inverse_desc, gates, norms, o, o_desc, states,
             row_start, t, end, length, pair * chunks + t // C, stride_qt, stride_kt, stride_vt, stride_ot,
@@ -158,9 +167,49 @@ def walk_kernel(
         tl.store(final + (pair * segments + segment) * K * V + cells_VK, s_VK)
 
 
+@triton.jit(do_not_specialize=("length", "heads", "chunks", "segments", "segment_chunks"))
+def spans_kernel(bounds, lengths, spans, length, heads, chunks, segments, segment_chunks, LIMIT: tl.constexpr):
+    """Write what of a segment matters outside of it, ``spans`` [B, H, segments, 3] int32, from the chunks' ``bounds``.
+
+    The first chunk whose writes are left in the state after the segment; the end of those whose outputs see the state
+    before it; whether any of the state before is left after. Less than 2^-LIMIT of something does not count as left.
+    """
+    BLOCK: tl.constexpr = 64
+    program = tl.program_id(0)
+    segment = program % segments
+    pair = program // segments
+    start = segment * segment_chunks
+    end = tl.minimum((row_length(lengths, pair // heads, length) + 63) // 64, start + segment_chunks)
+    count = tl.maximum(end - start, 0)
+    bounds += pair.to(tl.int64) * chunks + start
+    places = tl.arange(0, BLOCK)
+    later = places[None, :] > places[:, None]
+    first = count
+    total = 0.0
+    for block in range(tl.cdiv(count, BLOCK) - 1, -1, -1):
+        chunk_B = block * BLOCK + places
+        bound_B = tl.load(bounds + chunk_B, mask=chunk_B < count, other=0.0)
+        # A bound that is NaN forbids to leave anything out. Masked sums, as -inf has no difference to itself.
+        left_B = total + tl.sum(tl.where(later, bound_B[None, :], 0.0), 1)
+        first = tl.minimum(first, tl.min(tl.where(left_B < -LIMIT, count, chunk_B), 0))
+        total += tl.sum(bound_B, 0)
+    stop = 0
+    before = 0.0
+    for block in range(tl.cdiv(count, BLOCK)):
+        chunk_B = block * BLOCK + places
+        bound_B = tl.load(bounds + chunk_B, mask=chunk_B < count, other=0.0)
+        left_B = before + tl.sum(tl.where(later, bound_B[:, None], 0.0), 0)
+        stop = tl.maximum(stop, tl.max(tl.where((left_B < -LIMIT) | (chunk_B >= count), 0, chunk_B + 1), 0))
+        before += tl.sum(bound_B, 0)
+    spans += program.to(tl.int64) * 3
+    tl.store(spans, first)
+    tl.store(spans + 1, stop)
+    tl.store(spans + 2, tl.where(total < -LIMIT, 0, 1))
+
+
 @triton.jit(do_not_specialize=("segments",))
 def scan_kernel(
-    sums, transitions, first, states, segments,
+    sums, transitions, first, spans, states, segments,
     K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, INITIAL: tl.constexpr, BACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -168,6 +217,7 @@ def scan_kernel(
 
         S <- M S + N,  with the segments' transitions M [K, K] and sums N [K, V] and the first state where INITIAL
 
+    M is taken for zero where ``spans`` says that nothing lasts; its place may hold anything.
     BACK goes from the last segment to the first with M transposed: then the states are gradients.
     """
     value_blocks: tl.constexpr = V // BLOCK_V
@@ -182,8 +232,11 @@ def scan_kernel(
     for step in tl.range(0, segments, num_stages=1):
         segment = pair * segments + (segments - 1 - step if BACK else step)
         tl.store(states + segment * K * V + cells_VK, s_VK)
-        m_KK = tl.load(transitions + segment * K * K + keys[:, None] * K + keys[None, :])
-        if not BACK:
-            m_KK = tl.trans(m_KK)
         n_VK = tl.load(sums + segment * K * V + cells_VK)
-        s_VK = tl.dot(s_VK, m_KK, n_VK, input_precision=PRECISION)
+        if tl.load(spans + segment * 3 + 2) != 0:
+            m_KK = tl.load(transitions + segment * K * K + keys[:, None] * K + keys[None, :])
+            if not BACK:
+                m_KK = tl.trans(m_KK)
+            s_VK = tl.dot(s_VK, m_KK, n_VK, input_precision=PRECISION)
+        else:
+            s_VK = n_VK

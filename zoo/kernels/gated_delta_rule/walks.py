@@ -16,6 +16,7 @@ from zoo.kernels.gated_delta_rule.parameters import (
     Segments,
     WalkConfig,
     dot_precision,
+    forgotten_bits,
     is_specialized,
     resident_walks,
     segments,
@@ -40,6 +41,8 @@ class Solved(NamedTuple):
     """[B, H, N, C] float32: log a in float32, sums of log2 a from the chunk's start in 16 bits"""
     norms: Tensor
     """[B, H, N, C] float32: 1 / sqrt(|k|^2 + eps), its logarithm to base 2 in 16 bits; only if keys are normalised"""
+    bounds: Tensor
+    """[B, H, N] float32: the logarithm to base 2 of what the norm of a state can grow by"""
 
     def rows(self) -> Tensor:
         """Return the inverses as one tensor of rows [1, B * H * N * C, 1, C]."""
@@ -112,7 +115,7 @@ class Walk:
             walk_kernel[(self.batch * self.heads * self.cut.number * (value_dim // block_v),)](
                 q, q_desc, k, k_desc, v, v_desc, solved.inverse, inverse_desc, solved.gates, solved.norms,
                 solved.gates if initial is None else initial, self.lengths,
-                k if o is None else o, o_desc, solved.gates if final is None else final,
+                self._spans_of(mode), k if o is None else o, o_desc, solved.gates if final is None else final,
                 k if states is None else states,
                 self.length, self.heads, self.chunks, *self.cut,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale,
@@ -145,13 +148,29 @@ class Walk:
         with on_device(self.q):
             specialized_walk_kernel[(self.batch * self.heads * self.cut.number * (value_dim // CHUNK),)](
                 *read, solved.gates, solved.norms, solved.gates if initial is None else initial, self.lengths,
-                self.k if o is None else o, written, solved.gates if final is None else final, written,
-                self.length, self.heads, self.chunks, *self.cut,
+                self._spans_of(mode), self.k if o is None else o, written,
+                solved.gates if final is None else final, written, self.length, self.heads, self.chunks, *self.cut,
                 self.q.stride(2), self.k.stride(2), self.v.stride(2), scale,
                 K=self.key_dim, V=value_dim, BLOCK_V=CHUNK, NORMALIZE=self.normalize, INITIAL=initial is not None,
                 MODE=mode, STAGES=ring.num_stages, SLOTS=ring.num_slots, num_warps=4,
             )  # fmt: skip
         return True
+
+    @functools.cached_property
+    def spans(self) -> Tensor:
+        """What of each segment matters outside of it, int32 [B, H, segments, 3], as ``spans_kernel`` writes."""
+        from zoo.kernels.gated_delta_rule.triton_walk import spans_kernel
+
+        spans = torch.empty(self.batch, self.heads, self.cut.number, 3, dtype=torch.int32, device=self.q.device)
+        with on_device(self.q):
+            spans_kernel[(self.batch * self.heads * self.cut.number,)](
+                self.solved.bounds, self.lengths, spans, self.length, self.heads, self.chunks, *self.cut,
+                LIMIT=forgotten_bits(self.q.dtype), num_warps=1,
+            )  # fmt: skip
+        return spans
+
+    def _spans_of(self, mode: str) -> Tensor:
+        return self.spans if mode in ("sum", "transition") else self.lengths
 
     def initial_states(self) -> Tensor | None:
         """Return the state before each segment, [B, H, segments, K, V], None for zeros."""
@@ -184,7 +203,7 @@ class Walk:
         block_v = min(self.value_dim, 16)
         with on_device(self.q):
             scan_kernel[(self.batch * self.heads * (self.value_dim // block_v),)](
-                sums, self.transitions, sums if first is None else first, found, self.cut.number,
+                sums, self.transitions, sums if first is None else first, self.spans, found, self.cut.number,
                 K=self.key_dim, V=self.value_dim, BLOCK_V=block_v, INITIAL=first is not None, BACK=back,
                 PRECISION=dot_precision(sums.dtype), num_warps=4,
             )  # fmt: skip
@@ -212,13 +231,14 @@ class WalkBack:
         q, k, block_v = walk.q, walk.k, self.config.block_v
         tiles = [(q, walk.key_dim), (k, walk.key_dim), (grad_o, block_v), (solved.rows(), CHUNK)]
         tiles += [(dv, block_v)] if dv is not None else []
+        spans = walk.lengths if dv is not None else walk.spans
         descriptors, tma = _descriptors(tiles, self.config.tma)
         q_desc, k_desc, grad_o_desc, inverse_desc, dv_desc = (*descriptors, k)[:5]
         with on_device(q):
             walk_back_kernel[(walk.batch * walk.heads * walk.cut.number * (walk.value_dim // block_v),)](
                 q, q_desc, k, k_desc, grad_o, grad_o_desc, solved.inverse, inverse_desc, solved.gates, solved.norms,
-                grad_initial if final is None else final, walk.lengths, k if dv is None else dv, dv_desc, grad_initial,
-                k if grad_states is None else grad_states,
+                grad_initial if final is None else final, walk.lengths, spans, k if dv is None else dv, dv_desc,
+                grad_initial, k if grad_states is None else grad_states,
                 walk.length, walk.heads, walk.chunks, *walk.cut, *q.stride()[:3], *k.stride()[:3], self.scale,
                 K=walk.key_dim, V=walk.value_dim, BLOCK_V=block_v, NORMALIZE=walk.normalize, FINAL=final is not None,
                 OUTPUT=dv is not None, TMA=tma, PRECISION=dot_precision(q.dtype), STAGES=self.config.num_stages,
@@ -243,9 +263,9 @@ class WalkBack:
         with on_device(walk.q):
             specialized_walk_back_kernel[(walk.batch * walk.heads * walk.cut.number * (walk.value_dim // CHUNK),)](
                 q_desc, k_desc, grad_o_desc, inverse_desc, solved.gates, solved.norms,
-                grad_initial if final is None else final, walk.lengths, walk.k if dv is None else dv, dv_desc,
-                grad_initial, grad_states_desc, walk.length, walk.heads, walk.chunks, *walk.cut,
-                walk.q.stride(2), walk.k.stride(2), self.scale,
+                grad_initial if final is None else final, walk.lengths, walk.spans if dv is None else walk.lengths,
+                walk.k if dv is None else dv, dv_desc, grad_initial, grad_states_desc,
+                walk.length, walk.heads, walk.chunks, *walk.cut, walk.q.stride(2), walk.k.stride(2), self.scale,
                 K=walk.key_dim, V=walk.value_dim, BLOCK_V=CHUNK, NORMALIZE=walk.normalize, FINAL=final is not None,
                 OUTPUT=dv is not None, STAGES=ring.num_stages, SLOTS=ring.num_slots, num_warps=4,
             )  # fmt: skip
