@@ -112,6 +112,7 @@ def _specialized(key_dim: int, value_dim: int, dtype: torch.dtype) -> Iterator[K
     for mode in ("output", "states", "sum", "transition"):
         constants = {**sizes, "V": key_dim if mode == "transition" else value_dim, "INITIAL": True, "MODE": mode}
         ring = parameters.walk_ring(key_dim, mode)
+        constants["GROUPS"] = ring.num_outputs
         kernel = gluon_walk.specialized_walk_kernel
         yield _ring_build(f"gated_delta walk {mode} {where}", kernel, dtype, constants, ring)
     ring = parameters.walk_back_ring(key_dim)
@@ -138,7 +139,7 @@ def _ring_build(
     name: str, kernel: Any, dtype: torch.dtype, constants: dict[str, Any], ring: parameters.RingConfig
 ) -> KernelBuild:
     constants = {**constants, "STAGES": ring.num_stages, "SLOTS": ring.num_slots}
-    return _build(name, kernel, dtype, constants, 4, 1, 0)
+    return _build(name, kernel, dtype, constants, 4, 1, ring.max_registers or 0)
 
 
 def _build(

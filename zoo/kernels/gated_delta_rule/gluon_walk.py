@@ -66,10 +66,13 @@ def _load(
 @gluon.jit
 def _output(
     o_desc, o, q_s, k_s, state_s, write_s, o_s, full, empty, handed, taken, gates, norms, row_start, chunks, valid,
-    rest, o_column, stride_ot, scale,
+    rest, o_column, stride_ot, scale, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     K: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, NORMALIZE: gl.constexpr,
 ):  # fmt: skip
-    """Write o of each chunk from its state and its writes, then zeros at the ``rest`` positions after the chunks."""
+    """Write o of each chunk from its state and its writes, then zeros at the ``rest`` positions after the chunks.
+
+    Of several groups of warps each takes a chunk in turn.
+    """
     C: gl.constexpr = 64
     dtype: gl.constexpr = q_s.dtype
     pair_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -79,7 +82,7 @@ def _output(
     j = gl.arange(0, C, gl.SliceLayout(0, pair_layout))
     rows = gl.arange(0, C, gl.SliceLayout(1, layout))
     columns = gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
-    for c in range(chunks):
+    for c in range(GROUP, chunks, GROUPS):
         stage = c % STAGES
         slot = c % SLOTS
         gates_i = gl.load(gates + c * C + i)
@@ -114,12 +117,12 @@ def _output(
             gl.store(pointers, o_CV, mask=inside[:, None])
         else:
             tma.store_wait(0)
-            o_s.index(0).store(o_CV)
+            o_s.index(GROUP).store(o_CV)
             fence_async_shared()
-            tma_store(o_desc, [row_start + c * C, o_column], o_s.index(0))
+            tma_store(o_desc, [row_start + c * C, o_column], o_s.index(GROUP))
     zeros_CV = gl.zeros([C, BLOCK_V], dtype, layout)
     end = gl.maximum(chunks - 1, 0) * C + gl.where(chunks > 0, valid, 0) + rest
-    for t in range(chunks * C, end, C):
+    for t in range((chunks + GROUP) * C, end, GROUPS * C):
         pointers = o + (t + rows).to(gl.int64)[:, None] * stride_ot + columns[None, :]
         gl.store(pointers, zeros_CV, mask=(t + rows < end)[:, None])
     tma.store_wait(0)
@@ -205,7 +208,7 @@ def specialized_walk_kernel(
     q_desc, k_desc, v_desc, inverse_desc, gates, norms, initial, lengths, spans, o, o_desc, final, states_desc,
     length, heads, chunks, segments, segment_chunks, stride_qh, stride_kh, stride_vh, scale,
     K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, NORMALIZE: gl.constexpr, INITIAL: gl.constexpr,
-    MODE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    MODE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Walk one segment of chunks of one row and head for one block of 64 values; modes as of ``walk_kernel``.
 
@@ -249,26 +252,46 @@ def specialized_walk_kernel(
         q_s = tile_like(q_desc, STAGES)
         state_s = tiles(dtype, SLOTS, BLOCK_V, K)
         write_s = tiles(dtype, SLOTS, BLOCK_V, C)
-        o_s = tile_like(o_desc, 1)
+        o_s = tile_like(o_desc, GROUPS)
         handed = barriers(SLOTS, 1)
         taken = barriers(SLOTS, 1)
         fence_async_shared()
-        gl.warp_specialize(
-            [
-                (_chain, (k_desc, k_s, v_s, inverse_s, state_s, write_s, full, empty, handed, taken, gates, norms,
+        o += (row.to(gl.int64) * length + first * C) * (heads * V) + head * V + first_column
+        if GROUPS == 1:
+            gl.warp_specialize(
+                [
+                    (_chain, (k_desc, k_s, v_s, inverse_s, state_s, write_s, full, empty, handed, taken, gates, norms,
                           initial + segment_cells, final + cells, 0, walked, first_column, segment == segments - 1,
                           K, V, BLOCK_V, STAGES, SLOTS, NORMALIZE, INITIAL, MODE)),
-                (_output, (o_desc, o + (row.to(gl.int64) * length + first * C) * (heads * V) + head * V + first_column,
-                           q_s, k_s, state_s, write_s, o_s, full, empty, handed, taken, gates, norms, row_start, walked,
-                           valid, rest, head * V + first_column, heads * V, scale,
+                    (_output, (o_desc, o, q_s, k_s, state_s, write_s, o_s, full, empty, handed, taken, gates, norms,
+                           row_start, walked, valid, rest, head * V + first_column, heads * V, scale, 0, 1,
                            K, BLOCK_V, STAGES, SLOTS, NORMALIZE)),
-                (_load, (q_desc, k_desc, v_desc, inverse_desc, q_s, k_s, v_s, inverse_s, full, empty, row_start,
+                    (_load, (q_desc, k_desc, v_desc, inverse_desc, q_s, k_s, v_s, inverse_s, full, empty, row_start,
                          pair * chunks + first, walked, valid, head * stride_qh, head * stride_kh,
                          head * stride_vh + first_column, K, BLOCK_V, STAGES, MODE)),
-            ],
-            [4, 1],
-            [200, 56],
-        )  # fmt: skip
+                ],
+                [4, 1],
+                [200, 56],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (_chain, (k_desc, k_s, v_s, inverse_s, state_s, write_s, full, empty, handed, taken, gates, norms,
+                          initial + segment_cells, final + cells, 0, walked, first_column, segment == segments - 1,
+                          K, V, BLOCK_V, STAGES, SLOTS, NORMALIZE, INITIAL, MODE)),
+                    (_output, (o_desc, o, q_s, k_s, state_s, write_s, o_s, full, empty, handed, taken, gates, norms,
+                           row_start, walked, valid, rest, head * V + first_column, heads * V, scale, 0, 2,
+                           K, BLOCK_V, STAGES, SLOTS, NORMALIZE)),
+                    (_output, (o_desc, o, q_s, k_s, state_s, write_s, o_s, full, empty, handed, taken, gates, norms,
+                           row_start, walked, valid, rest, head * V + first_column, heads * V, scale, 1, 2,
+                           K, BLOCK_V, STAGES, SLOTS, NORMALIZE)),
+                    (_load, (q_desc, k_desc, v_desc, inverse_desc, q_s, k_s, v_s, inverse_s, full, empty, row_start,
+                         pair * chunks + first, walked, valid, head * stride_qh, head * stride_kh,
+                         head * stride_vh + first_column, K, BLOCK_V, STAGES, MODE)),
+                ],
+                [4, 4, 1],
+                [144, 144, 24],
+            )  # fmt: skip
     else:
         state_s = tiles(dtype, SLOTS, BLOCK_V, K) if MODE == "states" else k_s
         fence_async_shared()

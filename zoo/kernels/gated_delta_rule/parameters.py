@@ -46,10 +46,13 @@ class WalkConfig(NamedTuple):
 
 
 class RingConfig(NamedTuple):
-    """Of a warp-specialised kernel: chunks in flight, slots from one group of warps to the next."""
+    """Of a warp-specialised walk: chunks in flight from memory, chunks between two groups of warps, groups that write
+    outputs, and the most registers of a thread."""
 
     num_stages: int
     num_slots: int
+    num_outputs: int = 1
+    max_registers: int | None = None
 
 
 class GradientsConfig(NamedTuple):
@@ -180,7 +183,9 @@ def solve_registers(key_dim: int, dtype: torch.dtype, capability: int) -> int | 
 
 def walk_ring(key_dim: int, mode: str) -> RingConfig:
     """Return the parameters of the warp-specialised walk."""
-    return RingConfig(2 if key_dim == 128 and mode == "output" else 3, 2)
+    if mode == "output":
+        return RingConfig(3, 2, 2) if key_dim == 64 else RingConfig(2, 2)
+    return RingConfig(3, 2, max_registers=128 if mode == "transition" and key_dim == 128 else None)
 
 
 def walk_back_ring(key_dim: int) -> RingConfig:
@@ -217,7 +222,7 @@ def gradients_ring(key_dim: int, value_dim: int, dtype: torch.dtype, capability:
     narrow = capability == 90 and key_dim == value_dim == 32
     if dtype != torch.bfloat16 or not (wide or narrow):
         return None
-    return GradientsRing(2, 2, True, 216, 64) if key_dim == 128 else GradientsRing(2, 3, False, 208, 64)
+    return GradientsRing(2, 2, True, 224, 40) if key_dim == 128 else GradientsRing(2, 3, False, 208, 64)
 
 
 def step_config(key_dim: int, value_dim: int) -> StepConfig:

@@ -152,7 +152,8 @@ class Walk:
                 solved.gates if final is None else final, written, self.length, self.heads, self.chunks, *self.cut,
                 self.q.stride(2), self.k.stride(2), self.v.stride(2), scale,
                 K=self.key_dim, V=value_dim, BLOCK_V=CHUNK, NORMALIZE=self.normalize, INITIAL=initial is not None,
-                MODE=mode, STAGES=ring.num_stages, SLOTS=ring.num_slots, num_warps=4,
+                MODE=mode, STAGES=ring.num_stages, SLOTS=ring.num_slots, GROUPS=ring.num_outputs, num_warps=4,
+                maxnreg=ring.max_registers,
             )  # fmt: skip
         return True
 
