@@ -113,6 +113,8 @@ CASES = [
     *(Case(None, 64, 64, dtype, with_state=False) for dtype in DTYPES),
 ]
 USUAL = [case for case in CASES if (case.key_dim, case.value_dim) == (64, 64) and case.with_state]
+ACROSS_SEGMENTS = ["one repeated key", "nothing is forgotten", "strong decay in the middle of a chunk"]
+"""All of a segment matters to the next ones; in the others of some segments a part, or the last chunk only."""
 BASE = Case(None, 64, 64, BRAIN)
 """What all tests use that do not go through the cases."""
 
@@ -263,9 +265,7 @@ def test_extremes_are_inside_the_tolerance_rule(extreme, case):
     assert_inside(each(inputs, lambda x: x.cuda()), [130, 101], run=case.run, normalize=case.normalize, narrow=True)
 
 
-@pytest.mark.parametrize(
-    "extreme", ["one repeated key", "nothing is forgotten", "strong decay in the middle of a chunk"]
-)
+@pytest.mark.parametrize("extreme", [*ACROSS_SEGMENTS, "everything is written", "everything is forgotten at each step"])
 @pytest.mark.parametrize("case", [case for case in USUAL if case.cut], ids=str)
 def test_extremes_are_inside_the_tolerance_rule_across_segments(case, extreme):
     not_failed(case)
