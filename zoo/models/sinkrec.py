@@ -661,8 +661,9 @@ class SinkRec(nn.Module):
         passed = passed.clamp(min=0).masked_fill(~valid, 0)
         y = torch.log1p(passed.to(accumulation_dtype(dtype)))
         half = self.config.time_features // 2
-        # Up to 8 a unit of log time (at 16 features): more would magnify the rounding of y, which reaches 20.
-        frequencies = 2.0 ** torch.arange(4 - half, 4, dtype=y.dtype, device=y.device)
+        # Up to 2 a unit of log time (at 16 features), which tells 1 hour from 2: more would magnify the rounding of y,
+        # which reaches 27, and ONNX Runtime rounds logarithms worse than PyTorch.
+        frequencies = 2.0 ** torch.arange(2 - half, 2, dtype=y.dtype, device=y.device)
         angles = y.unsqueeze(-1) * frequencies
         return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
 
