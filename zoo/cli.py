@@ -367,7 +367,11 @@ def validate(
 
 @app.command(rich_help_panel="Start here")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder to write; a killed demo is resumed.")] = Path("zoo-demo"),
+    model: Annotated[str, typer.Argument(help="gbla or sinkrec.")] = "gbla",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write; a killed demo is resumed.  [default: zoo-demo or zoo-demo-sinkrec]"),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Comma-separated history lengths, one engine each.")] = "64,128,256",
     targets: Annotated[
         str, typer.Option(help="Comma-separated GPUs to build for; none needs to be here.")
@@ -378,6 +382,7 @@ def demo(
 ) -> None:
     """Run the whole path on MovieLens-100K, with no GPU: data, training, evaluation, ONNX, engines, parity."""
     summary = verbs.demo(
+        model,
         out=out,
         lengths=console.integers("--lengths", lengths),
         targets=console.words("--targets", targets) or (),

@@ -10,14 +10,17 @@ from typing import Any
 
 from zoo import files, verbs
 from zoo.bundle import tool_versions
+from zoo.errors import ConfigError
 
-PRESET = "gbla-tiny"
+PRESETS = {"gbla": "gbla-tiny", "sinkrec": "sinkrec-tiny"}
+"""Model -> the preset that its demo trains."""
 SUMMARY = "reports/demo.json"
 
 
 def demo(
-    out: Path | str = "zoo-demo",
+    model: str = "gbla",
     *,
+    out: Path | str | None = None,
     lengths: Sequence[int] = (64, 128, 256),
     targets: Sequence[str] = ("sm89", "sm120"),
     seed: int = 0,
@@ -28,7 +31,8 @@ def demo(
     """Run data, training, evaluation, export, engine builds and parity; resumes where an earlier call stopped.
 
     Args:
-        out: folder; the bundle is ``out/bundle``.
+        model: ``gbla`` or ``sinkrec``.
+        out: folder; the bundle is ``out/bundle``. Default: ``zoo-demo``, for another model ``zoo-demo-MODEL``.
         lengths: history lengths to build engines for.
         targets: GPUs to build for with TensorRT-RTX; none of them needs to be here.
         seed: of the training run.
@@ -40,13 +44,18 @@ def demo(
         The summary that is also written to ``out/bundle/reports/demo.json``: figures, seconds by stage, paths.
 
     Raises:
+        ConfigError: no such model.
         MissingDependencyError: TensorRT-RTX is not installed (checked first, before any work).
         ZooError: whatever a stage raises.
     """
     from engines.flavors import flavor
 
+    if model not in PRESETS:
+        raise ConfigError(f"there is no demo of {model!r}; there is one of {' and of '.join(PRESETS)}")
     flavor("rtx")
-    bundle_path = Path(out) / "bundle"
+    preset = PRESETS[model]
+    folder = Path(out if out is not None else "zoo-demo" if model == "gbla" else f"zoo-demo-{model}")
+    bundle_path = folder / "bundle"
     seconds: dict[str, float] = {}
 
     @contextmanager
@@ -59,9 +68,9 @@ def demo(
 
     with timed("data", "MovieLens-100K: read, clean, split by time, semantic IDs"):
         dataset = verbs.data("ml-100k")
-    with timed("train", f"train {PRESET}"):
+    with timed("train", f"train {preset}"):
         settings = {} if steps is None else {"steps": steps}
-        bundle = verbs.train(PRESET, data=dataset, out=bundle_path, seed=seed, progress=progress, **settings)
+        bundle = verbs.train(preset, data=dataset, out=bundle_path, seed=seed, progress=progress, **settings)
     with timed("eval", "rank the whole catalogue for every user, beside two baselines"):
         quality = verbs.eval(bundle, data=dataset, progress=progress)
     with timed("export", "export the parts to ONNX in fp32, fp16 and bf16"):
@@ -74,6 +83,7 @@ def demo(
     failed = [check for check in report.checks if not check.ok]
     summary = {
         "ok": report.ok,
+        "preset": preset,
         "seconds": {**seconds, "total": round(sum(seconds.values()), 1)},
         "dataset": {"path": str(dataset.path), "users": dataset.num_users, "items": dataset.num_items},
         "quality": quality.to_json(),

@@ -207,11 +207,11 @@ def inspect_kernels(
     }
 
 
-def demo(**settings: Any) -> dict[str, Any]:
+def demo(model: str = "gbla", **settings: Any) -> dict[str, Any]:
     """Run the whole path on MovieLens-100K: data, training, evaluation, export, engines, parity.
 
     Takes the arguments of ``zoo.demo.demo`` and raises what it raises.
     """
     from zoo.demo import demo as run
 
-    return run(**settings)
+    return run(model, **settings)

@@ -26,6 +26,9 @@ from zoo.models.fields import check_one_or_more, check_types, overridden
 from zoo.models.parts import Part
 from zoo.signature import BATCH, LENGTH, Signature, TensorSpec
 
+CODES = "codes"
+"""The output of a part that holds memory codes."""
+
 WINDOW_WIDTH = 4
 DILATIONS = (1, 4)
 REACH = (WINDOW_WIDTH - 1) * max(DILATIONS)
@@ -265,6 +268,28 @@ class Losses(NamedTuple):
     total: Tensor
 
 
+class Read(NamedTuple):
+    """What a model makes of events besides its state.
+
+    Attributes:
+        users: [B, L, C], the user vector after each event.
+        memory: None without the memory.
+        embedded: [B, L, C], the events' embeddings, zero at padding.
+        before: [B, REACH, C], the embeddings before the first event.
+        valid: bool [B, L].
+    """
+
+    users: Tensor
+    memory: Memory | None
+    embedded: Tensor
+    before: Tensor
+    valid: Tensor
+
+    def codes(self) -> tuple[Tensor, ...]:
+        """Return the memory codes int64 [B, L, R], or nothing without the memory."""
+        return () if self.memory is None else (self.memory.codes,)
+
+
 class MemoryEncoder(nn.Module):
     """Windows ending at each event, contiguous and dilated, quantised (P; R: depthwise convolutions, a product)."""
 
@@ -286,6 +311,12 @@ class MemoryEncoder(nn.Module):
 
     def forward(self, x_BLC: Tensor, before_BEC: Tensor, valid_BL: Tensor) -> Memory:
         """Encode [B, L, C], which the ``REACH`` embeddings ``before`` precede."""
+        inputs = self.encoded(x_BLC, before_BEC)
+        found = self.quantizer(inputs, valid_BL)
+        return Memory(found.vectors.to(inputs.dtype), found.codes, found.commitment)
+
+    def encoded(self, x_BLC: Tensor, before_BEC: Tensor) -> Tensor:
+        """Return what is quantised, [B, L, M]; arguments as of ``forward``."""
         length = x_BLC.shape[1]
         seen = self.norm(torch.cat([before_BEC, x_BLC], dim=1))
         windows = [
@@ -295,9 +326,8 @@ class MemoryEncoder(nn.Module):
             )
             for dilation, taps in zip(DILATIONS, self.taps.unbind(0), strict=True)
         ]
-        inputs = self.project(torch.cat(windows, dim=-1))
-        found = self.quantizer(inputs, valid_BL)
-        return Memory(found.vectors.to(inputs.dtype), found.codes, found.commitment)
+        encoded: Tensor = self.project(torch.cat(windows, dim=-1))
+        return encoded
 
     def reinject(self, x_BLC: Tensor, memory_BLM: Tensor) -> Tensor:
         """Return x + sigmoid(W_g [x; m]) * W_m m."""
@@ -534,7 +564,7 @@ class SinkRec(nn.Module):
         Returns:
             User vectors [B, C] of length 1, zeros of an empty history, and the state after the last event.
         """
-        _, state = self._read(items, times, lengths, None)
+        _, state = self.read(items, times, lengths, None)
         return state.user, state
 
     def step(self, items: Tensor, times: Tensor, lengths: Tensor, state: State) -> tuple[Tensor, State]:
@@ -543,7 +573,7 @@ class SinkRec(nn.Module):
         The cost does not depend on how much that was. ``prefill`` of a history is the same as ``prefill`` of its start
         and ``step`` of the rest, wherever it is split.
         """
-        _, state = self._read(items, times, lengths, state)
+        _, state = self.read(items, times, lengths, state)
         return state.user, state
 
     def score(self, user: Tensor) -> Tensor:
@@ -552,7 +582,7 @@ class SinkRec(nn.Module):
 
     def forward(self, items: Tensor, times: Tensor, lengths: Tensor) -> Losses:
         """Return the losses of predicting each event of a history from those before it; arguments as of ``prefill``."""
-        read, _ = self._read(items, times, lengths, None)
+        read, _ = self.read(items, times, lengths, None)
         following = valid_positions(lengths - 1, items.shape[1])[:, :-1]
         users, targets = read.users[:, :-1][following], items[:, 1:][following]
         losses = self._cross_entropy(widened(users), targets)
@@ -584,14 +614,23 @@ class SinkRec(nn.Module):
     def codes(self, items: Tensor, lengths: Tensor) -> Tensor:
         """Return the memory codes int64 [B, L, R] of histories; what stands at padding means nothing."""
         valid = valid_positions(lengths, items.shape[1])
-        embedded = self._embed(items, valid)
+        embedded = self.embed(items, valid)
         before = embedded.new_zeros(embedded.shape[0], REACH, embedded.shape[2])
         return self.memory(embedded, before, valid).codes
 
     def parts(self) -> tuple[Part, ...]:
-        """Return what is exported: ``prefill``, and ``step`` of one event a row."""
+        """Return what is exported: ``prefill``, and ``step`` of one event a row.
+
+        Both also give the memory codes of their events where there is a memory.
+        """
         config = self.config
         state = _state_specs(config)
+
+        def outputs(length: int | str) -> tuple[TensorSpec, ...]:
+            codes = TensorSpec(
+                CODES, "int64", (BATCH, length, config.memory_levels), "memory codes", config.codebook_size
+            )
+            return (*state.values(), codes) if config.memory else tuple(state.values())
 
         def events(length: int | str) -> tuple[TensorSpec, ...]:
             most = LENGTH if isinstance(length, str) else length + 1
@@ -602,19 +641,20 @@ class SinkRec(nn.Module):
             )
 
         inputs = [replace(spec, name=f"{name}_before") for name, spec in state.items()]
-        prefill = Signature(events(LENGTH), tuple(state.values()))
-        step = Signature((*events(1), *inputs), tuple(state.values()))
+        prefill = Signature(events(LENGTH), outputs(LENGTH))
+        step = Signature((*events(1), *inputs), outputs(1))
         return Part("prefill", _Prefill(self), prefill), Part("step", _Step(self), step)
 
-    def _embed(self, items: Tensor, valid: Tensor) -> Tensor:
+    def embed(self, items: Tensor, valid: Tensor) -> Tensor:
         """Return the items' embeddings [B, L, C], zero at padding."""
         return self.items(items.masked_fill(~valid, 0)) * valid.unsqueeze(-1)
 
-    def _read(self, items: Tensor, times: Tensor, lengths: Tensor, state: State | None) -> tuple[_Read, State]:
+    def read(self, items: Tensor, times: Tensor, lengths: Tensor, state: State | None) -> tuple[Read, State]:
+        """Read events after ``state``, None for a new history; arguments as of ``step``."""
         config = self.config
         valid = valid_positions(lengths, items.shape[1])
         lengths = valid.sum(-1, dtype=torch.int32)
-        embedded = self._embed(items, valid)
+        embedded = self.embed(items, valid)
         start = self.initial_state(items.shape[0]) if state is None else state
         windows = start.windows.to(embedded.dtype)
         x_BLC, memory = self.dropout(embedded), None
@@ -651,7 +691,7 @@ class SinkRec(nn.Module):
             seen=start.seen + lengths,
             last_time=last_rows(torch.cat([start.last_time.unsqueeze(1), times], dim=1), lengths, 1).squeeze(1),
         )
-        return _Read(users, memory, embedded, windows, valid), following
+        return Read(users, memory, embedded, windows, valid), following
 
     def _time_features(self, times: Tensor, valid: Tensor, start: State) -> Tensor:
         """Return sines and cosines [B, L, F] of log(1 + seconds since the event before), 0 for the first."""
@@ -695,7 +735,8 @@ class _Prefill(nn.Module):
         self.model = model
 
     def forward(self, items: Tensor, times: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.model.prefill(items, times, lengths)[1])
+        read, state = self.model.read(items, times, lengths, None)
+        return (*state, *read.codes())
 
 
 class _Step(nn.Module):
@@ -718,15 +759,8 @@ class _Step(nn.Module):
         last_time: Tensor,
     ) -> tuple[Tensor, ...]:
         before = State(recurrent, conv, keys, values, windows, user, seen, last_time)
-        return tuple(self.model.step(items, times, lengths, before)[1])
-
-
-class _Read(NamedTuple):
-    users: Tensor
-    memory: Memory | None
-    embedded: Tensor
-    before: Tensor
-    valid: Tensor
+        read, state = self.model.read(items, times, lengths, before)
+        return (*state, *read.codes())
 
 
 def unit(x: Tensor) -> Tensor:

@@ -110,7 +110,11 @@ def segments(programs: int, transitions: int, chunks: int, key_dim: int, slots: 
         rounds, others = (-(-walks * cut.number // slots) for walks in (programs, transitions))
         if cut.number == 1:
             return rounds * cut.chunks
-        return ((1 + _SUM_COST) * rounds + _TRANSITION_COST * others) * cut.chunks + _SCAN_COST * key_dim * cut.number + _LAUNCH_COST
+        return (
+            ((1 + _SUM_COST) * rounds + _TRANSITION_COST * others) * cut.chunks
+            + _SCAN_COST * key_dim * cut.number
+            + _LAUNCH_COST
+        )
 
     whole = Segments(1, max(chunks, 1))
     if not (programs and transitions):

@@ -1,0 +1,71 @@
+"""Memory codes of an exported file: the nearest ones, or ties."""
+
+import pytest
+import torch
+
+from validate.codes import check_codes
+from validate.executors import TorchExecutor
+from zoo.models.sinkrec import CODES, PRESETS, SinkRec
+
+SIZES = {"num_items": 50, "window": 8, "codebook_size": 16, "num_loops": 1, "group": "T"}
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    found = SinkRec(PRESETS["sinkrec-tiny"].with_overrides(**SIZES)).eval()
+    for level in found.memory.quantizer.training_side.layers:
+        torch.nn.init.normal_(level._codebook.embed)
+    return found
+
+
+class Changed:
+    """An executor of a file whose codes are changed on the way out."""
+
+    name = "changed"
+
+    def __init__(self, part, change, dtype=torch.float32):
+        self.inner, self.change = TorchExecutor(part, dtype), change
+
+    def __call__(self, inputs):
+        outputs = self.inner(inputs)
+        return {**outputs, CODES: self.change(outputs[CODES])}
+
+
+def check(model, change, *, part=0, dtype="fp32", length=9):
+    chosen = model.parts()[part]
+    return check_codes(model, chosen, Changed(chosen, change), dtype, length, 0)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_the_models_own_codes_pass(model, part):
+    found = check(model, lambda codes: codes, part=part)
+    assert found.ok and found.figures["values"] > 0 and found.figures["wrong"] == 0
+
+
+def test_another_code_is_wrong_and_named(model):
+    found = check(model, lambda codes: (codes + 1) % 16)
+    assert not found.ok and found.figures["wrong"] > 0
+    assert "a code of level 0 is farther than the nearest by" in found.detail and "batch 1, length 9" in found.detail
+
+
+def test_one_wrong_code_of_a_later_level_is_found(model):
+    def change(codes):
+        codes = codes.clone()
+        codes[0, 0, 2] = (codes[0, 0, 2] + 1) % 16
+        return codes
+
+    assert check(model, change).figures["wrong"] >= 1
+
+
+def test_of_two_codes_that_are_the_same_either_may_be_chosen(model):
+    for level in model.memory.quantizer.training_side.layers:
+        level._codebook.embed[0, 8:] = level._codebook.embed[0, :8] + 1e-9
+    found = check(model, lambda codes: (codes + 8) % 16)
+    assert found.ok and found.figures["wrong"] == 0
+
+
+def test_codes_of_float16_arithmetic_pass_by_its_own_rounding(model):
+    chosen = model.parts()[0]
+    found = check_codes(model, chosen, Changed(chosen, lambda codes: codes, torch.float16), "fp16", 65, 0)
+    assert found.ok
