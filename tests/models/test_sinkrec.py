@@ -132,6 +132,24 @@ def test_sampled_negatives_estimate_the_full_softmax():
     few(*batch).total.backward()
 
 
+@pytest.mark.parametrize("power", [0.0, 0.75])
+def test_negatives_follow_the_targets_seen_and_their_correction_keeps_the_softmax(power):
+    sizes = {"memory": False, "dropout": 0.0}
+    full, model = tiny(**sizes), tiny(**sizes, sampled_negatives=20_000, negatives_power=power).train()
+    items, times, lengths = histories(2, 15, [15, 9])
+    items[:, ::2] = 3
+    found = [model(items, times, lengths).total.detach() for _ in range(3)][-1]
+    counts = torch.bincount(torch.cat([items[0, 1:], items[1, 1:9]]), minlength=ITEMS) * 3
+    assert torch.equal(model.target_counts, counts.to(model.target_counts.dtype))
+    drawn, expected = model._negatives(items[0, :0])
+    share = (counts + 1.0) ** power / ((counts + 1.0) ** power).sum()
+    torch.testing.assert_close(expected, (20_000 * share[drawn]).float(), check_dtype=False)
+    assert (drawn == 3).float().mean() == pytest.approx(float(share[3]), rel=0.1)
+    with torch.no_grad():
+        wanted = full.eval()(items, times, lengths).total
+    torch.testing.assert_close(found, wanted, rtol=0.03, atol=0)
+
+
 def test_exported_codes_are_the_librarys():
     model = tiny().float().train()
     batch = histories(4, 30, [30, 30, 17, 3])

@@ -67,6 +67,7 @@ class SinkRecConfig:
         conv_width: taps of the short convolution of q, k and v (R: 4).
         temperature: of the cosine between user and item.
         sampled_negatives: items a batch that the softmax is taken over besides the targets; 0 for all items.
+        negatives_power: these are drawn by how often an item was a target so far, plus 1, to this power; 0: uniformly.
         commitment_weight: of the quantiser's commitment loss.
         reconstruction_weight: of the loss of the windows' reconstruction from the memory.
         codebook_decay: of the codebooks' moving averages.
@@ -97,6 +98,7 @@ class SinkRecConfig:
     conv_width: int = 4
     temperature: float = 0.05
     sampled_negatives: int = 0
+    negatives_power: float = 0.75
     commitment_weight: float = 0.25
     reconstruction_weight: float = 0.1
     codebook_decay: float = 0.95
@@ -113,7 +115,13 @@ class SinkRecConfig:
         for name in ("head_dim", "time_features"):
             if getattr(self, name) % 2:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be even")
-        for name in ("sampled_negatives", "commitment_weight", "reconstruction_weight", "dead_below"):
+        for name in (
+            "sampled_negatives",
+            "negatives_power",
+            "commitment_weight",
+            "reconstruction_weight",
+            "dead_below",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         for name in ("temperature", "eps", "codebook_decay"):
@@ -510,6 +518,8 @@ class SinkRec(nn.Module):
         self.loop_scale = nn.Parameter(torch.empty(config.num_loops, config.d_model))
         self.norm = nn.RMSNorm(config.d_model, eps=config.eps)
         self.dropout = nn.Dropout(config.dropout)
+        if config.sampled_negatives:
+            self.register_buffer("target_counts", torch.zeros(config.num_items))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -602,14 +612,25 @@ class SinkRec(nn.Module):
         table = unit(self.items.weight)
         if not config.sampled_negatives:
             return F.cross_entropy(users @ table.mT / config.temperature, targets, reduction="none")
-        # Sampled softmax with the log-Q correction (Bengio and Senecal 2008); the proposal is uniform.
-        drawn = torch.randint(config.num_items, (config.sampled_negatives,), device=users.device)
+        # Sampled softmax with the log-Q correction (Bengio and Senecal 2008); what was seen so far is the proposal.
+        drawn, expected = self._negatives(targets)
         right = (users * table[targets]).sum(-1, keepdim=True) / config.temperature
-        wrong = users @ table[drawn].mT / config.temperature
-        wrong = wrong - math.log(config.sampled_negatives / config.num_items)
+        wrong = users @ table[drawn].mT / config.temperature - expected.log()
         wrong = wrong.masked_fill(drawn == targets.unsqueeze(-1), -torch.inf)
         logits = torch.cat([right, wrong], dim=1)
         return F.cross_entropy(logits, torch.zeros_like(targets), reduction="none")
+
+    @torch.no_grad()
+    def _negatives(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw items [n], with how often each is expected among them; in training count the targets."""
+        config = self.config
+        if self.training:
+            self.target_counts.index_add_(0, targets, torch.ones_like(targets, dtype=self.target_counts.dtype))
+        share = (self.target_counts.double() + 1) ** config.negatives_power
+        ends = share.cumsum(0)
+        points = torch.rand(config.sampled_negatives, dtype=ends.dtype, device=ends.device) * ends[-1]
+        drawn = torch.searchsorted(ends, points).clamp(max=config.num_items - 1)
+        return drawn, (config.sampled_negatives * share[drawn] / ends[-1]).float()
 
     def codes(self, items: Tensor, lengths: Tensor) -> Tensor:
         """Return the memory codes int64 [B, L, R] of histories; what stands at padding means nothing."""
