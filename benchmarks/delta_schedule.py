@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from benchmarks import gated_delta, limits, tables, timing
+from zoo.errors import ConfigError
 from zoo.kernels.gated_delta_rule import launch
 from zoo.kernels.gated_delta_rule.parameters import CHUNK, Segments
 from zoo.kernels.gated_delta_rule.walks import schedule
 
+USUAL, NONE = "usual", "none"
 PAIRS = "1,2,4,8,16,32,64,128"
 LENGTHS = "1024,2048,4096,8192,16384,32768,65536"
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -21,24 +23,31 @@ MOST_POSITIONS = 2**22
 """Of all rows and heads together: beyond it the device is full whatever the schedule."""
 
 
-def measure(dims: str = "64,128", pairs: str = PAIRS, lengths: str = LENGTHS) -> Iterator[dict[str, Any]]:
+def measure(
+    dims: str = "64,128", pairs: str = PAIRS, lengths: str = LENGTHS, decay: str = USUAL
+) -> Iterator[dict[str, Any]]:
     """Yield a row a width, number of rows and heads, and length: milliseconds of a forward by number of segments.
 
     Args:
         dims: comma-separated, of keys and values alike.
         pairs: comma-separated B x H.
         lengths: comma-separated T.
+        decay: usual, about exp(-2) a chunk, so that of long segments a part is left out; or none, so that nothing is.
     """
     device = timing.require_cuda("delta_schedule")
+    if decay not in (USUAL, NONE):
+        raise ConfigError(f"delta_schedule has no decay {decay!r}; use {USUAL} or {NONE}")
     generator = torch.Generator(device).manual_seed(0)
     for dim, pair, length in itertools.product(*map(tables.integers, (dims, pairs, lengths))):
         if pair * length <= MOST_POSITIONS:
-            yield _one(limits.DeltaRuleSize(1, length, pair, dim), device, generator)
+            yield _one(limits.DeltaRuleSize(1, length, pair, dim), decay, device, generator)
             torch.cuda.empty_cache()
 
 
-def _one(size: limits.DeltaRuleSize, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+def _one(size: limits.DeltaRuleSize, decay: str, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
     sets = [gated_delta.draw(size, generator) for _ in range(timing.input_sets(size.forward_bytes(), most=4))]
+    if decay == NONE:
+        sets = [inputs._replace(log_decay=torch.zeros_like(inputs.log_decay)) for inputs in sets]
     lengths = torch.full((1,), size.length, dtype=torch.int32, device=device)
     chunks = -(-size.length // CHUNK)
     chosen = schedule(sets[0])
@@ -55,6 +64,7 @@ def _one(size: limits.DeltaRuleSize, device: torch.device, generator: torch.Gene
     return {
         **vars(size),
         "dtype": "bf16",
+        "decay": decay,
         "chosen": chosen.number,
         "graph_ms": {number: taken._asdict() for number, taken in found.items()},
     }

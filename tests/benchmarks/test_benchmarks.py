@@ -363,3 +363,8 @@ def test_the_table_of_the_schedule_says_what_the_rule_loses():
     assert "lost to best" in text and "25%" in delta_schedule.table(
         [{**SCHEDULE_ROWS[0], "chosen": 1, "graph_ms": timed(**{"1": 1.25, "4": 1.0})}]
     )
+
+
+def test_the_schedule_is_measured_with_the_decays_it_knows(played):
+    with pytest.raises(ConfigError, match="no decay 'some'; use usual or none"):
+        next(delta_schedule.measure(decay="some"))
