@@ -508,6 +508,8 @@ class Layer(nn.Module):
 class SinkRec(nn.Module):
     """The whole model: item embedding, conditional memory, looped hybrid group, cosine head over the same embedding."""
 
+    target_counts: Tensor
+
     def __init__(self, config: SinkRecConfig) -> None:
         super().__init__()
         self.config = config
