@@ -26,7 +26,8 @@ def measure(
     """Yield a row a history length: milliseconds and peak GiB of a training step and of a prefill, ours and the twin's.
 
     A training step is forward, backward and fused AdamW, in bf16 autocast over float32 weights, no dropout; a prefill
-    leaves users and states, in bfloat16. Cost that is linear in the length is the same in every row, for the tokens are.
+    leaves users and states, in bfloat16. Rows have equal tokens, so a cost that is linear in the length is the same in
+    all.
 
     Args:
         preset: a SinkRec of the zoo.
