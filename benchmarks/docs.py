@@ -21,7 +21,7 @@ from zoo import files
 from zoo.errors import DataError, ZooError
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "kernels.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "kernels.md", ROOT / "docs" / "sinkrec.md")
 SHORT = {"gated_delta": gated_delta.short_table, "gbla_layer": gbla_layer.short_table}
 MARK = re.compile(r"^(<!-- table: (\S+) -->\n)(.*?)^(<!-- end of table -->)$", re.MULTILINE | re.DOTALL)
 

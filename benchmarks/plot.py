@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks import delta_schedule, gbla_layer
+from benchmarks import delta_schedule, gbla_layer, sinkrec_cost
 from zoo import files
 from zoo.errors import DataError, ZooError
 
@@ -125,6 +125,39 @@ def _schedule(figure: Figure, content: Mapping[str, Any]) -> None:
     figure.suptitle(f"{_gpu(content)}, bf16, forward in a CUDA graph; {told}", fontsize=9)
 
 
+def _cost(figure: Figure, content: Mapping[str, Any]) -> None:
+    """Milliseconds and peak memory of training and prefill against history length, at equal tokens."""
+    rows = sorted(content["rows"], key=lambda row: row["length"])
+    sides = {
+        sinkrec_cost.OURS: ("SinkRec", "#2f9e77", "o"),
+        sinkrec_cost.TWIN: ("SASRec twin", "#e07a3f", "s"),
+    }
+    values = {
+        "milliseconds": lambda found: found["ms"]["median"],
+        "peak GiB": lambda found: found["peak_gib"],
+    }
+    panels = figure.subplots(1, len(values))
+    for axes, (unit, value) in zip(panels, values.items(), strict=True):
+        for side, (label, colour, marker) in sides.items():
+            for work, line in zip(sinkrec_cost.WORK, ("-", "--"), strict=True):
+                found = [(row["length"], row.get(side, {}).get(work, {})) for row in rows]
+                points = [(length, value(one)) for length, one in found if "ms" in one]
+                if points:
+                    told = f"{label}, {work}"
+                    axes.plot(*zip(*points, strict=True), line, color=colour, marker=marker, label=told, linewidth=2)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks([row["length"] for row in rows], [f"{row['length']:,}" for row in rows], rotation=35)
+        axes.set_xlabel("history length")
+        axes.set_ylabel(unit)
+        axes.grid(True, which="major", color=INK, alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False, fontsize=9.5)
+    row = rows[0]
+    told = f"{row['preset']}, {row['batch'] * row['length']:,} tokens at every length"
+    figure.suptitle(f"{_gpu(content)}, {told}", fontsize=10)
+
+
 def _gpu(content: Mapping[str, Any]) -> str:
     return str((content.get("machine", {}).get("gpu") or "unknown GPU").split(",")[0])
 
@@ -135,6 +168,7 @@ PLOTS = {
         frozenset({"length", "graph_ms", "limit_ms", "batch", "d_model", "num_heads", "head_dim", "dtype"}),
         _layer,
     ),
+    "sinkrec_cost": Plot((9.5, 4.4), frozenset({"length", "batch", "preset", sinkrec_cost.OURS}), _cost),
     "delta_schedule": Plot((11, 4.4), frozenset({"length", "graph_ms", "num_heads", "head_dim", "chosen"}), _schedule),
 }
 

@@ -14,7 +14,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import conv, delta_schedule, export_build, gated_delta, gbla_core, gbla_layer, profile_layer, train_step
+from benchmarks import (
+    conv,
+    delta_schedule,
+    export_build,
+    gated_delta,
+    gbla_core,
+    gbla_layer,
+    profile_layer,
+    sinkrec_cost,
+    sinkrec_step,
+    train_step,
+)
 from benchmarks.machine import describe_machine
 from zoo import files
 from zoo.errors import ZooError
@@ -29,6 +40,8 @@ REGISTRY: dict[str, tuple[Callable[..., Iterable[dict[str, Any]]], Callable[[lis
     "gbla_core": (gbla_core.measure, gbla_core.table),
     "gbla_layer": (gbla_layer.measure, gbla_layer.table),
     "layer_profile": (profile_layer.measure, profile_layer.table),
+    "sinkrec_cost": (sinkrec_cost.measure, sinkrec_cost.table),
+    "sinkrec_step": (sinkrec_step.measure, sinkrec_step.table),
     "train_step": (train_step.measure, train_step.table),
 }
 

@@ -27,12 +27,14 @@ from benchmarks import (
 from zoo.errors import ConfigError, DataError, ParityError
 from zoo.layers import GatedBidirectionalLinearAttention
 
-GPU_BENCHMARKS = ["delta_schedule", "conv", "gated_delta", "gbla_core", "gbla_layer", "layer_profile", "train_step"]
+GPU_BENCHMARKS = [
+    "delta_schedule", "conv", "gated_delta", "gbla_core", "gbla_layer", "layer_profile", "sinkrec_cost", "train_step",
+]  # fmt: skip
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
 
 def test_the_registry_lists_every_benchmark_with_its_options(capsys):
-    assert sorted(run.REGISTRY) == sorted([*GPU_BENCHMARKS, "export_build"])
+    assert sorted(run.REGISTRY) == sorted([*GPU_BENCHMARKS, "export_build", "sinkrec_step"])
     with pytest.raises(SystemExit):
         run.main(["--help"])
     listed = capsys.readouterr().out
@@ -341,8 +343,20 @@ SCHEDULE_ROWS = [
 ]  # fmt: skip
 
 
+COST_ROWS = [
+    {
+        "length": length, "batch": 2**15 // length, "preset": "sinkrec-base",
+        "ours": {work: {"ms": {"median": 40.0}, "peak_gib": 3.0} for work in ("training", "prefill")},
+        "sasrec": {"training": {"failed": "runs out of memory"}, "prefill": {"ms": {"median": 9.0}, "peak_gib": 1.0}},
+    }
+    for length in (4096, 1024)
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "rows"), [("gbla_layer", LAYER_ROWS), ("delta_schedule", SCHEDULE_ROWS)], ids=["layer", "schedule"]
+    ("name", "rows"),
+    [("gbla_layer", LAYER_ROWS), ("delta_schedule", SCHEDULE_ROWS), ("sinkrec_cost", COST_ROWS)],
+    ids=["layer", "schedule", "cost"],
 )
 def test_a_plot_is_drawn_from_a_result(name, rows, tmp_path, capsys):
     result, image = tmp_path / f"{name}.json", tmp_path / "images" / "it.png"

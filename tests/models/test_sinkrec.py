@@ -122,6 +122,53 @@ def test_the_loss_is_the_cross_entropy_of_the_scores():
     )
 
 
+@pytest.mark.parametrize("twin", ALL_TWINS)
+def test_training_without_states_gives_the_losses_and_gradients_of_reading_with_them(twin, monkeypatch):
+    models, read = [tiny(twin, dropout=0.1).float().train() for _ in range(2)], SinkRec.read
+
+    def keeping(self, *arguments, kept):
+        found = read(self, *arguments, kept=True)
+        assert not kept and found.state().seen.tolist() == [20, 11, 2]
+        return found
+
+    losses = []
+    for model in models:
+        torch.manual_seed(1)
+        losses.append(model(*histories(3, 20, [20, 11, 2])))
+        losses[-1].total.backward()
+        monkeypatch.setattr(SinkRec, "read", keeping)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*losses, strict=True))
+    for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+def test_users_without_a_state_are_those_of_the_prefill():
+    model = tiny()
+    batch = histories(4, 12, [12, 0, 1, 7])
+    with torch.no_grad():
+        assert torch.equal(model.users(*batch), model.prefill(*batch)[0])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_sasrec_twin_has_the_depth_of_the_preset_and_nothing_but_attention(preset):
+    ours = PRESETS[preset]
+    twin = ours.with_overrides(**TWINS["sasrec"])
+    assert len(twin.mixers) == len(ours.mixers) and set(twin.mixers) == {"A"} and twin.shown == 1
+    assert (twin.d_model, twin.num_heads, twin.mlp_width, twin.dropout) == (
+        ours.d_model, ours.num_heads, ours.mlp_width, ours.dropout,
+    )  # fmt: skip
+
+
+def test_bfloat16_does_not_round_the_logits():
+    model = tiny(memory=False).float().train()
+    items, times, lengths = histories(1, 15, [15])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        losses = model(items, times, lengths)
+        users = model.read(items, times, lengths, None, kept=False).users
+    wanted = torch.nn.functional.cross_entropy(model.score(users[0, :14].float()), items[0, 1:], reduction="none")
+    torch.testing.assert_close(losses.next_item[0], wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_sampled_negatives_estimate_the_full_softmax():
     full, sampled = tiny(memory=False), tiny(memory=False, sampled_negatives=20_000)
     batch = histories(2, 15, [15, 9])

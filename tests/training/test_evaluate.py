@@ -25,7 +25,7 @@ def test_the_report_has_every_metric_for_the_model_and_both_baselines(trained, d
     report = evaluate(trained, data=dataset, progress=False)
     assert set(report.metrics) == {"gbla", "popularity", "last item"}
     for row in report.metrics.values():
-        assert set(row) == {"Recall@5", "Recall@10", "Recall@50", "NDCG@5", "NDCG@10"}
+        assert set(row) == {"Recall@5", "Recall@10", "Recall@50", "NDCG@5", "NDCG@10", "MRR@10"}
         assert row["Recall@5"] <= row["Recall@10"] <= row["Recall@50"] <= 1
     assert 0 <= report.illegal_share <= 1 and report.users == dataset.num_users
     assert json.loads((trained.path / "reports/eval.json").read_text())["metrics"] == report.metrics

@@ -3,7 +3,7 @@ import pytest
 
 from zoo.training.baselines import LastItem, Popularity, rank
 from zoo.training.evaluate import seen_items
-from zoo.training.metrics import interval95, metrics_of, ndcg, ranks_of, recall
+from zoo.training.metrics import interval95, metrics_of, mrr, ndcg, ranks_of, recall
 
 
 def test_metrics_of_a_ranking_written_out_by_hand():
@@ -12,7 +12,8 @@ def test_metrics_of_a_ranking_written_out_by_hand():
     assert ranks.tolist() == [1, 0, 3, 3]
     assert recall(ranks, 1) == 0.25 and recall(ranks, 3) == 0.5
     assert ndcg(ranks, 3) == pytest.approx((1 / np.log2(3) + 1) / 4)
-    assert metrics_of(ranked, np.array([1, 0, 4, -1]), (1,), (3,)) == {"Recall@1": 0.25, "NDCG@3": ndcg(ranks, 3)}
+    assert mrr(ranks, 3) == pytest.approx((1 / 2 + 1) / 4) and mrr(ranks, 1) == 0.25
+    assert metrics_of(ranks, (1,), (3,)) == {"Recall@1": 0.25, "NDCG@3": ndcg(ranks, 3), "MRR@10": mrr(ranks, 10)}
 
 
 def test_the_interval_holds_the_share_and_narrows_with_users():

@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from zoo.errors import ConfigError
+from zoo.models import presets
 from zoo.models.loading import load_model
 from zoo.models.sinkrec import SinkRec
-from zoo.training import evaluate, train
+from zoo.training import evaluate, recipe, train
 from zoo.training.batches import SequenceBatches, timed_histories
-from zoo.training.ranking import rank_users_by_score
+from zoo.training.loop import _Run
+from zoo.training.metrics import ranks_of
+from zoo.training.ranking import rank_users_by_score, target_ranks
 
 SMALL = {"d_model": 32, "num_heads": 2, "key_dim": 16, "value_dim": 16, "head_dim": 16, "mlp_width": 64}
 SMALL |= {"memory_dim": 16, "codebook_size": 8, "window": 8, "num_loops": 1, "group": "TA"}
@@ -77,6 +81,70 @@ def test_the_ranking_leaves_out_what_a_user_had_and_does_not_depend_on_the_batch
         had = dataset.items[dataset.user_offsets[user] : dataset.history_end("test")[user]]
         ranked = together[row][together[row] >= 0]
         assert not set(had) & set(ranked) and len(ranked) == len(set(ranked)) == dataset.num_items - len(set(had))
+
+
+def test_ranks_by_what_is_left_out_are_those_of_the_rankings(dataset):
+    config = presets.resolve("sinkrec-tiny", overrides={**SMALL, "num_items": dataset.num_items})
+    model, users = presets.build(config).eval(), np.arange(dataset.num_users)
+    ranks = target_ranks(model, dataset, users, "test", max_length=3)
+    for policy, exclude in (("history", True), ("nothing", False)):
+        ranked = rank_users_by_score(model, dataset, users, "test", max_length=3, most=500, exclude_seen=exclude)
+        found = ranks_of(ranked, dataset.targets("test"))
+        assert np.array_equal(ranks[policy], np.where(found == 500, dataset.num_items, found))
+    assert (ranks["history"] <= ranks["read"]).all() and (ranks["read"] <= ranks["nothing"]).all()
+    assert (ranks["history"] < ranks["read"]).any() and (ranks["read"] < ranks["nothing"]).any()
+
+
+def test_the_report_gives_the_metrics_by_what_is_left_out(trained, dataset):
+    report = evaluate(trained, data=dataset, progress=False)
+    assert report.by_left_out["history"] == report.metrics["sinkrec"]
+    whole = evaluate(trained, data=dataset, progress=False, exclude_seen=False)
+    assert whole.metrics["sinkrec"] == report.by_left_out["nothing"] and whole.by_left_out == report.by_left_out
+
+
+@pytest.mark.parametrize("max_length", [4, 13])
+def test_the_sasrec_twin_sees_all_that_it_is_trained_on(dataset, tmp_path, max_length):
+    settings = {**SETTINGS, "max_length": max_length, "steps": 1, "eval_every": 0}
+    sizes = {name: value for name, value in SMALL.items() if name not in ("num_loops", "group")}
+    model = load_model(train("sinkrec-tiny", twin="sasrec", data=dataset, out=tmp_path, overrides=sizes, **settings))
+    assert model.config.window == max_length and model.config.mixers == "AAAAAAAA"
+    items = torch.randint(dataset.num_items, (1, max_length))
+    first = items.clone()
+    first[0, 0] = (first[0, 0] + 1) % dataset.num_items
+    times, length = torch.zeros_like(items), torch.tensor([max_length], dtype=torch.int32)
+    with torch.no_grad():
+        assert not torch.equal(model.users(items, times, length), model.users(first, times, length))
+
+
+def test_the_published_setup_trains_on_the_validation_event_too(dataset):
+    batches = SequenceBatches(dataset, batch_size=5, max_length=1000, held_out=1)
+    taken = batches.from_step(0)
+    rows = [row for _ in range(batches.steps_per_epoch) for row in _rows(next(taken))]
+    valid, test = (
+        {(int(dataset.items[end]), int(dataset.timestamps[end])) for end in dataset.history_end(split)}
+        for split in ("valid", "test")
+    )
+    assert valid == {row[-1] for row in rows} and not test & {event for row in rows for event in row}
+    with pytest.raises(ConfigError, match="held_out 1"):
+        recipe("sinkrec-tiny", overrides={"held_out": 1})
+    assert recipe("sinkrec-tiny", overrides={"held_out": 1, "eval_every": 0}).held_out == 1
+
+
+def _rows(batch):
+    for items, times, length in zip(batch.items.tolist(), batch.times.tolist(), batch.lengths.tolist(), strict=True):
+        yield list(zip(items[:length], times[:length], strict=True))
+
+
+def test_averaged_weights_are_kept_with_the_codebooks_of_now(dataset, tmp_path, monkeypatch):
+    """Codebooks are averages already; those of the first step would say nothing."""
+    runs, end = [], _Run.bundle
+    monkeypatch.setattr(_Run, "bundle", lambda self, *rest: runs.append(self) or end(self, *rest))
+    settings = {**SETTINGS, "steps": 5, "eval_every": 0, "weight_average": 0.9}
+    train("sinkrec-tiny", data=dataset, out=tmp_path, overrides=SMALL, **settings)
+    (run,) = runs
+    buffers = dict(run.kept.named_buffers())
+    assert buffers and all(torch.equal(buffer, buffers[name]) for name, buffer in run.model.named_buffers())
+    assert not torch.equal(run.kept.items.weight, run.model.items.weight)
 
 
 def test_the_log_tells_how_the_codebooks_are(trained):

@@ -81,9 +81,9 @@ class Dataset:
         """Return how many events of ``user`` may be trained on: all but the last two."""
         return int(self.user_offsets[user + 1] - self.user_offsets[user]) - 2
 
-    def train_lengths(self) -> np.ndarray:
-        """Return ``train_length`` of every user, int64 [U]."""
-        return np.diff(self.user_offsets) - 2
+    def train_lengths(self, held_out: int = 2) -> np.ndarray:
+        """Return how many events of every user are there to train on, int64 [U]: all but the newest ``held_out``."""
+        return np.diff(self.user_offsets) - held_out
 
     def history_end(self, split: SplitName) -> np.ndarray:
         """Return where each user's history ends, int64 [U], exclusive; ``items`` there holds the target.

@@ -10,8 +10,9 @@ from torch import Tensor
 def local_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Attend from each position to the last ``window`` positions, itself included.
 
-    Positions go together in blocks of W, which see themselves and the block before. There is no mask for padding:
-    on the right of a row only padding sees it.
+    Positions go together in blocks of W, which see themselves and the block before; a history no longer than W is one
+    block, and with one key a position it needs no mask, so that a GPU takes a kernel that never stores scores. There is
+    no mask for padding: on the right of a row only padding sees it.
 
     Args:
         q: [B, L, H, D].
@@ -23,6 +24,8 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         [B, L, H, D].
     """
     length, heads = q.shape[1:3]
+    if not torch.compiler.is_exporting() and length <= window:
+        return _causal(q, k, v)
     # An exported graph always has two blocks or more, so that one graph serves all lengths.
     end = length + window if torch.compiler.is_exporting() else length
     first = torch.arange(0, end, window, device=q.device).unsqueeze(-1)
@@ -37,6 +40,16 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     o = F.scaled_dot_product_attention(q.permute(1, 0, 3, 2, 4).flatten(1, 2), k, v, attn_mask=mask)
     positions = torch.arange(length, device=o.device)
     return o.unflatten(1, (-1, heads))[positions // window, :, :, positions % window].transpose(0, 1)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend from each position to all up to itself; shapes as of ``local_attention``."""
+    length, shown = k.shape[1:3]
+    q, k, v = q.transpose(1, 2), *(x.flatten(1, 2).transpose(1, 2) for x in (k, v))
+    if shown == 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().repeat_interleave(shown, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 def windowed_step(q: Tensor, k: Tensor, v: Tensor, known: Tensor, window: int) -> Tensor:

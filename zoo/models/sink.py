@@ -86,7 +86,7 @@ def sink(model: SinkRec, items: Tensor, times: Tensor, codes: Tensor) -> Sink:
 
     def add(module: TDGD, arguments: tuple[Tensor, Events, None]) -> None:
         x, events, _ = arguments
-        q, k, v, _ = module.convolved(x, events.lengths, None)
+        q, k, v, _ = module.convolved(x, events, None)
         found.add_(influence(module.writes(x, events, q, k), v, events.lengths).sum((0, 1, 2)))
 
     hooks = [module.register_forward_pre_hook(add) for module in model.modules() if isinstance(module, TDGD)]

@@ -40,6 +40,9 @@ LATEST = 2**40
 MOST_EVENTS = 2**17
 """Events of a history: rotary angles stay exact enough in float32."""
 
+NO_TARGET = -100
+"""Stands where no event follows."""
+
 
 @dataclass(frozen=True)
 class SinkRecConfig:
@@ -56,6 +59,8 @@ class SinkRecConfig:
         num_loops: how often the same group runs (P: shared, R: 2).
         mlp_width: hidden width of the SwiGLU blocks.
         window: last positions that attention sees (R: 256).
+        whole_history: training makes ``window`` the recipe's max_length, whatever it is here, so that attention sees
+            all that the model is trained and ranked on. It changes nothing else.
         memory: the conditional memory; without it neither purification nor memory pairs nor re-injection exist.
         memory_dim: width M of the memory.
         memory_levels: levels R of the residual quantiser (R: 3).
@@ -88,6 +93,7 @@ class SinkRecConfig:
     group: str = "TTTA"
     num_loops: int = 2
     window: int = 256
+    whole_history: bool = False
     memory: bool = True
     memory_levels: int = 3
     codebook_size: int = 256
@@ -199,9 +205,18 @@ TWINS: dict[str, dict[str, Any]] = {
     "no-loop": {"num_loops": 1},
     "no-attention": {"group": "T"},
     "plain-gated-deltanet": {"memory": False, "time": False},
+    "sasrec": {"memory": False, "time": False, "group": "AAAAAAAA", "num_loops": 1, "whole_history": True},
 }
-"""The ablations: each is a preset with these fields changed. The last one has nothing but the plain gated delta rule
-and local attention."""
+"""The ablations, and the baseline: each is a preset with these fields changed.
+
+``plain-gated-deltanet`` has nothing but the plain gated delta rule and local attention.
+
+``sasrec`` is causal softmax attention over the whole history (SASRec, arXiv 1808.09781) in our blocks: same widths,
+head, loss and recipe, no recurrence, memory or time. It has as many layers as a preset runs, loops counted (8), each
+with weights of its own: equal in depth, with half as many weights again as the preset has in its blocks, so doubt is in
+its favour. Three things are not those of the published model but ours on both sides: rotary instead of learned
+positions, SwiGLU and RMSNorm instead of ReLU and LayerNorm, softmax over all items instead of one drawn negative.
+Dropout is the preset's."""
 
 
 class State(NamedTuple):
@@ -250,12 +265,18 @@ class Events(NamedTuple):
         positions: int64 [B, L], counted from the start of the whole history.
         time: [B, L, F], features of the seconds since the event before; None without time.
         memory: [B, L, M]; None without the memory.
+        kept: whether layers return what is left for later events; training has no use for it.
     """
 
     lengths: Tensor
     positions: Tensor
     time: Tensor | None
     memory: Tensor | None
+    kept: bool = True
+
+
+LayerState = tuple[Tensor, Tensor]
+"""What one layer leaves for later events: recurrence and convolution inputs, or keys and values."""
 
 
 class Losses(NamedTuple):
@@ -274,28 +295,6 @@ class Losses(NamedTuple):
     commitment: Tensor
     reconstruction: Tensor
     total: Tensor
-
-
-class Read(NamedTuple):
-    """What a model makes of events besides its state.
-
-    Attributes:
-        users: [B, L, C], the user vector after each event.
-        memory: None without the memory.
-        embedded: [B, L, C], the events' embeddings, zero at padding.
-        before: [B, REACH, C], the embeddings before the first event.
-        valid: bool [B, L].
-    """
-
-    users: Tensor
-    memory: Memory | None
-    embedded: Tensor
-    before: Tensor
-    valid: Tensor
-
-    def codes(self) -> tuple[Tensor, ...]:
-        """Return the memory codes int64 [B, L, R], or nothing without the memory."""
-        return () if self.memory is None else (self.memory.codes,)
 
 
 class MemoryEncoder(nn.Module):
@@ -377,40 +376,35 @@ class TDGD(nn.Module):
         if config.memory and config.read_purification:
             self.alignment = nn.Linear(width, heads)
 
-    def forward(
-        self, x_BLC: Tensor, events: Events, state: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, x_BLC: Tensor, events: Events, state: LayerState | None) -> tuple[Tensor, LayerState | None]:
         """Map [B, L, C] to the same; ``state`` is that of the recurrence and of the convolution."""
         config = self.config
-        q, k, v, conv = self.convolved(x_BLC, events.lengths, None if state is None else state[1])
+        q, k, v, conv = self.convolved(x_BLC, events, None if state is None else state[1])
         write = self.writes(x_BLC, events, q, k)
         o, recurrent = gated_delta_rule(
             write.q, write.k, v, write.log_decay, write.beta, None if state is None else state[0], events.lengths
         )
         o = F.rms_norm(o, (config.value_dim,), self.norm_weight.to(o.dtype), config.eps).flatten(2)
-        return self.out(o * F.silu(self.gate(x_BLC))), (recurrent, conv)
+        return self.out(o * F.silu(self.gate(x_BLC))), None if conv is None else (recurrent, conv)
 
-    def convolved(self, x_BLC: Tensor, lengths: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k [B, L, H, K], v [B, L, H, V] and the last inputs of the convolution."""
-        config = self.config
-        inputs = self.qkv(x_BLC)
+    def convolved(
+        self, x_BLC: Tensor, events: Events, before: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return q, k [B, L, H, K], v [B, L, H, V] and, where they are kept, the last inputs of the convolution."""
+        config, lengths, kept = self.config, events.lengths, None
+        inputs, past = self.qkv(x_BLC), config.conv_width - 1
         if before is None:
-            before = inputs.new_zeros(inputs.shape[0], config.conv_width - 1, inputs.shape[2])
             mixed = causal_short_conv(inputs, self.conv_weight, lengths, activation="silu")
-            seen = torch.cat([before, inputs], dim=1)
+            if events.kept:
+                kept = last_rows(F.pad(inputs, (0, 0, past, 0)), lengths, past)
         else:
             seen = torch.cat([before.to(inputs.dtype), inputs], dim=1)
-            past = config.conv_width - 1
             mixed = causal_short_conv(seen, self.conv_weight, lengths + past, activation="silu")[:, past:]
+            kept = last_rows(seen, lengths, past)
         keys = config.num_heads * config.key_dim
         q, k, v = mixed.split([keys, keys, config.num_heads * config.value_dim], dim=-1)
         heads = (config.num_heads, -1)
-        return (
-            q.unflatten(-1, heads),
-            k.unflatten(-1, heads),
-            v.unflatten(-1, heads),
-            last_rows(seen, lengths, config.conv_width - 1),
-        )
+        return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads), kept
 
     def writes(self, x_BLC: Tensor, events: Events, q: Tensor, k: Tensor) -> Writes:
         """Return what the recurrence is run on: purified unit queries, unit keys, decays and write strengths."""
@@ -458,8 +452,8 @@ class LocalAttention(nn.Module):
         self.out = nn.Linear(inner, config.d_model, bias=False)
 
     def forward(
-        self, x_BLC: Tensor, events: Events, state: tuple[Tensor, Tensor] | None, known: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        self, x_BLC: Tensor, events: Events, state: LayerState | None, known: Tensor
+    ) -> tuple[Tensor, LayerState | None]:
         """Map [B, L, C] to the same; ``state`` holds the last W keys and values, of which ``known`` int [B] exist."""
         config = self.config
         heads = (-1, config.num_heads, config.head_dim)
@@ -473,6 +467,8 @@ class LocalAttention(nn.Module):
         k = rotate_tokens(k, events.positions.unsqueeze(-1), config.rotary_base)
         if state is None:
             o = local_attention(q, k, v, config.window)
+            if not events.kept:
+                return self.out(o.flatten(2)), None
             k, v = (F.pad(x, (0, 0, 0, 0, 0, 0, config.window, 0)) for x in (k, v))
         else:
             k, v = (torch.cat([before.to(x.dtype), x], dim=1) for before, x in zip(state, (k, v), strict=True))
@@ -493,8 +489,8 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x_BLC: Tensor, events: Events, state: tuple[Tensor, Tensor] | None, known: Tensor, scale_C: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        self, x_BLC: Tensor, events: Events, state: LayerState | None, known: Tensor, scale_C: Tensor
+    ) -> tuple[Tensor, LayerState | None]:
         """Map [B, L, C] to the same, and the state of the mixer to the next one."""
         normed = self.mixer_norm(x_BLC)
         if isinstance(self.mixer, TDGD):
@@ -548,21 +544,25 @@ class SinkRec(nn.Module):
         nn.init.ones_(self.loop_scale)
 
     def initial_state(self, batch: int) -> State:
-        """Return the state before the first event."""
+        """Return the state before the first event of ``batch`` rows."""
+        return self._start(batch, layers=True)
+
+    def _start(self, batch: int, *, layers: bool) -> State:
+        """Return zeros, with the states of ``layers`` or without: a history read from its start needs none."""
         config = self.config
-        x = self.items.weight
-        recurrences, attentions = config.layers("T"), config.layers("A")
+        x, wide = self.items.weight, accumulation_dtype(self.items.weight.dtype)
+        recurrences, attentions = (config.layers("T"), config.layers("A")) if layers else (0, 0)
         window = (attentions, batch, config.window, config.shown, config.num_heads, config.head_dim)
         states = (recurrences, batch, config.num_heads, config.key_dim, config.value_dim)
         return State(
-            recurrent=torch.zeros(states, dtype=accumulation_dtype(x.dtype), device=x.device),
+            recurrent=x.new_zeros(states, dtype=wide),
             conv=x.new_zeros(recurrences, batch, config.conv_width - 1, config.conv_channels),
             keys=x.new_zeros(window),
             values=x.new_zeros(window),
             windows=x.new_zeros(batch, REACH, config.d_model),
             user=x.new_zeros(batch, config.d_model),
-            seen=torch.zeros(batch, dtype=torch.int64, device=x.device),
-            last_time=torch.zeros(batch, dtype=torch.int64, device=x.device),
+            seen=x.new_zeros(batch, dtype=torch.int64),
+            last_time=x.new_zeros(batch, dtype=torch.int64),
         )
 
     def prefill(self, items: Tensor, times: Tensor, lengths: Tensor) -> tuple[Tensor, State]:
@@ -576,8 +576,13 @@ class SinkRec(nn.Module):
         Returns:
             User vectors [B, C] of length 1, zeros of an empty history, and the state after the last event.
         """
-        _, state = self.read(items, times, lengths, None)
+        state = self.read(items, times, lengths, None).state()
         return state.user, state
+
+    def users(self, items: Tensor, times: Tensor, lengths: Tensor) -> Tensor:
+        """Return the user vectors [B, C] of ``prefill`` without the state, for ranking many users; same arguments."""
+        read = self.read(items, times, lengths, None, kept=False)
+        return last_rows(F.pad(read.users, (0, 0, 1, 0)), read.events.lengths, 1).squeeze(1)
 
     def step(self, items: Tensor, times: Tensor, lengths: Tensor, state: State) -> tuple[Tensor, State]:
         """Read T new events a row after what ``state`` has seen; arguments and result as those of ``prefill``.
@@ -585,7 +590,7 @@ class SinkRec(nn.Module):
         The cost does not depend on how much that was. ``prefill`` of a history is the same as ``prefill`` of its start
         and ``step`` of the rest, wherever it is split.
         """
-        _, state = self.read(items, times, lengths, state)
+        state = self.read(items, times, lengths, state).state()
         return state.user, state
 
     def score(self, user: Tensor) -> Tensor:
@@ -593,41 +598,51 @@ class SinkRec(nn.Module):
         return user @ unit(self.items.weight).to(user.dtype).mT / self.config.temperature
 
     def forward(self, items: Tensor, times: Tensor, lengths: Tensor) -> Losses:
-        """Return the losses of predicting each event of a history from those before it; arguments as of ``prefill``."""
-        read, _ = self.read(items, times, lengths, None)
+        """Return the losses of predicting each event of a history from those before it; arguments as of ``prefill``.
+
+        Nothing is computed that only later events would need, and nothing here waits for a GPU.
+        """
+        read = self.read(items, times, lengths, None, kept=False)
         following = valid_positions(lengths - 1, items.shape[1])[:, :-1]
-        users, targets = read.users[:, :-1][following], items[:, 1:][following]
-        losses = self._cross_entropy(widened(users), targets)
-        next_item = losses.new_zeros(following.shape).masked_scatter(following, losses)
-        total = losses.sum() / following.sum().clamp(min=1)
+        targets = items[:, 1:].masked_fill(~following, NO_TARGET)
+        next_item = self._cross_entropy(read.users[:, :-1].flatten(0, 1), targets.flatten()).view(following.shape)
+        total = next_item.sum() / following.sum().clamp(min=1)
         commitment = reconstruction = total.new_zeros(())
         if read.memory is not None:
             commitment = read.memory.commitment
-            reconstruction = self.memory.reconstruction_loss(read.memory, read.embedded, read.before, read.valid)
+            reconstruction = self.memory.reconstruction_loss(read.memory, read.embedded, read.windows, read.valid)
             total = total + self.config.commitment_weight * commitment
             total = total + self.config.reconstruction_weight * reconstruction
         return Losses(next_item, following.sum(), commitment, reconstruction, total)
 
     def _cross_entropy(self, users: Tensor, targets: Tensor) -> Tensor:
-        """Return -log softmax of the targets [T], over all items or over those of the batch and sampled ones."""
+        """Return -log softmax of the targets [T], over all items or over those of the batch and sampled ones.
+
+        Losses of ``NO_TARGET`` are 0. In float32 under autocast too: bfloat16 would round a logit, a cosine over the
+        temperature, by up to 0.04 where the temperature is 0.05.
+        """
         config = self.config
-        table = unit(self.items.weight)
-        if not config.sampled_negatives:
-            return F.cross_entropy(users @ table.mT / config.temperature, targets, reduction="none")
-        # Sampled softmax with the log-Q correction (Bengio and Senecal 2008); what was seen so far is the proposal.
-        drawn, expected = self._negatives(targets)
-        right = (users * table[targets]).sum(-1, keepdim=True) / config.temperature
-        wrong = users @ table[drawn].mT / config.temperature - expected.log()
-        wrong = wrong.masked_fill(drawn == targets.unsqueeze(-1), -torch.inf)
-        logits = torch.cat([right, wrong], dim=1)
-        return F.cross_entropy(logits, torch.zeros_like(targets), reduction="none")
+        with torch.autocast(users.device.type, enabled=False):
+            users, table = widened(users), unit(self.items.weight)
+            if not config.sampled_negatives:
+                logits = users @ table.mT / config.temperature
+                return F.cross_entropy(logits, targets, reduction="none", ignore_index=NO_TARGET)
+            # Sampled softmax with the log-Q correction (Bengio and Senecal 2008); what was seen is the proposal.
+            drawn, expected = self._negatives(targets)
+            right = (users * table[targets.clamp(min=0)]).sum(-1, keepdim=True) / config.temperature
+            wrong = users @ table[drawn].mT / config.temperature - expected.log()
+            wrong = wrong.masked_fill(drawn == targets.unsqueeze(-1), -torch.inf)
+            places = targets.masked_fill(targets != NO_TARGET, 0)
+            logits = torch.cat([right, wrong], dim=1)
+            return F.cross_entropy(logits, places, reduction="none", ignore_index=NO_TARGET)
 
     @torch.no_grad()
     def _negatives(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Draw items [n], with how often each is expected among them; in training count the targets."""
         config = self.config
         if self.training:
-            self.target_counts.index_add_(0, targets, torch.ones_like(targets, dtype=self.target_counts.dtype))
+            there = (targets != NO_TARGET).to(self.target_counts.dtype)
+            self.target_counts.index_add_(0, targets.clamp(min=0), there)
         share = (self.target_counts.double() + 1) ** config.negatives_power
         ends = share.cumsum(0)
         points = torch.rand(config.sampled_negatives, dtype=ends.dtype, device=ends.device) * ends[-1]
@@ -672,13 +687,13 @@ class SinkRec(nn.Module):
         """Return the items' embeddings [B, L, C], zero at padding."""
         return self.items(items.masked_fill(~valid, 0)) * valid.unsqueeze(-1)
 
-    def read(self, items: Tensor, times: Tensor, lengths: Tensor, state: State | None) -> tuple[Read, State]:
-        """Read events after ``state``, None for a new history; arguments as of ``step``."""
+    def read(self, items: Tensor, times: Tensor, lengths: Tensor, state: State | None, *, kept: bool = True) -> Read:
+        """Read events after ``state``; ``kept`` says whether what they leave behind is computed."""
         config = self.config
         valid = valid_positions(lengths, items.shape[1])
         lengths = valid.sum(-1, dtype=torch.int32)
         embedded = self.embed(items, valid)
-        start = self.initial_state(items.shape[0]) if state is None else state
+        start = self._start(items.shape[0], layers=False) if state is None else state
         windows = start.windows.to(embedded.dtype)
         x_BLC, memory = self.dropout(embedded), None
         if config.memory:
@@ -689,32 +704,20 @@ class SinkRec(nn.Module):
             start.seen.unsqueeze(-1) + torch.arange(items.shape[1], device=items.device),
             self._time_features(times, valid, start) if config.time else None,
             None if memory is None else memory.vectors,
+            kept,
         )
         known = start.seen.clamp(max=config.window)
         before = {"T": (start.recurrent, start.conv), "A": (start.keys, start.values)}
-        after: dict[str, list[tuple[Tensor, Tensor]]] = {letter: [] for letter in before}
+        after: dict[str, list[LayerState]] = {letter: [] for letter in before}
         for scale_C in self.loop_scale.unbind(0):
             for layer, letter in zip(self.group, config.group, strict=True):
                 index = len(after[letter])
                 own = None if state is None else (before[letter][0][index], before[letter][1][index])
-                x_BLC, kept = layer(x_BLC, events, own, known, scale_C)
-                after[letter].append(kept)
+                x_BLC, left = layer(x_BLC, events, own, known, scale_C)
+                if left is not None:
+                    after[letter].append(left)
         users = unit(self.norm(x_BLC)).to(x_BLC.dtype)
-        (recurrent, conv), (keys, values) = (
-            [torch.stack(x) for x in zip(*after[letter], strict=True)] if after[letter] else before[letter]
-            for letter in before
-        )
-        following = State(
-            recurrent,
-            conv,
-            keys,
-            values,
-            windows=last_rows(torch.cat([windows, embedded], dim=1), lengths, REACH),
-            user=last_rows(torch.cat([start.user.unsqueeze(1).to(users.dtype), users], dim=1), lengths, 1).squeeze(1),
-            seen=start.seen + lengths,
-            last_time=last_rows(torch.cat([start.last_time.unsqueeze(1), times], dim=1), lengths, 1).squeeze(1),
-        )
-        return Read(users, memory, embedded, windows, valid), following
+        return Read(users, memory, embedded, valid, events, times, start, windows, after)
 
     def _time_features(self, times: Tensor, valid: Tensor, start: State) -> Tensor:
         """Return sines and cosines [B, L, F] of log(1 + seconds since the event before), 0 for the first."""
@@ -758,8 +761,7 @@ class _Prefill(nn.Module):
         self.model = model
 
     def forward(self, items: Tensor, times: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-        read, state = self.model.read(items, times, lengths, None)
-        return (*state, *read.codes())
+        return self.model.read(items, times, lengths, None).outputs()
 
 
 class _Step(nn.Module):
@@ -782,8 +784,44 @@ class _Step(nn.Module):
         last_time: Tensor,
     ) -> tuple[Tensor, ...]:
         before = State(recurrent, conv, keys, values, windows, user, seen, last_time)
-        read, state = self.model.read(items, times, lengths, before)
-        return (*state, *read.codes())
+        return self.model.read(items, times, lengths, before).outputs()
+
+
+class Read(NamedTuple):
+    """What reading a piece of history gave; ``windows`` are the embeddings before it, ``after`` what layers left."""
+
+    users: Tensor
+    memory: Memory | None
+    embedded: Tensor
+    valid: Tensor
+    events: Events
+    times: Tensor
+    start: State
+    windows: Tensor
+    after: dict[str, list[LayerState]]
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Return what a part gives: the state, and with a memory its codes int64 [B, L, R]."""
+        return (*self.state(), *(() if self.memory is None else (self.memory.codes,)))
+
+    def state(self) -> State:
+        """Return the state after the last event of each row."""
+        start, lengths, users = self.start, self.events.lengths, self.users
+        before = {"T": (start.recurrent, start.conv), "A": (start.keys, start.values)}
+        (recurrent, conv), (keys, values) = (
+            [torch.stack(x) for x in zip(*self.after[letter], strict=True)] if self.after[letter] else before[letter]
+            for letter in before
+        )
+        return State(
+            recurrent,
+            conv,
+            keys,
+            values,
+            windows=last_rows(torch.cat([self.windows, self.embedded], dim=1), lengths, REACH),
+            user=last_rows(torch.cat([start.user.unsqueeze(1).to(users.dtype), users], dim=1), lengths, 1).squeeze(1),
+            seen=start.seen + lengths,
+            last_time=last_rows(torch.cat([start.last_time.unsqueeze(1), self.times], dim=1), lengths, 1).squeeze(1),
+        )
 
 
 def unit(x: Tensor) -> Tensor:

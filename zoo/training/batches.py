@@ -55,13 +55,14 @@ class Batch:
 
 
 class TrainingBatches:
-    """Length-bucketed batches over the training part of a dataset (all events but each user's last two).
+    """Length-bucketed batches over the training part of a dataset (all events but each user's newest).
 
     Args:
         dataset: prepared data.
         batch_size: B.
         max_length: newest events of a history that are kept.
         targets_per_history: K, the events t .. t + K - 1 decoded from the history before t.
+        held_out: newest events of each user that are not trained on.
         seed: decides the order.
 
     Raises:
@@ -69,14 +70,21 @@ class TrainingBatches:
     """
 
     def __init__(
-        self, dataset: Dataset, *, batch_size: int, max_length: int, targets_per_history: int = 1, seed: int = 0
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        max_length: int,
+        targets_per_history: int = 1,
+        held_out: int = 2,
+        seed: int = 0,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.max_length = max_length
         self.targets_per_history = targets_per_history
         self.seed = seed
-        starts, train_lengths = dataset.user_offsets[:-1], dataset.train_lengths()
+        starts, train_lengths = dataset.user_offsets[:-1], dataset.train_lengths(held_out)
         counts = np.maximum(train_lengths - 1, 0)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         self._position = 1 + np.arange(counts.sum()) - first
@@ -162,16 +170,17 @@ class SequenceBatches:
         dataset: prepared data.
         batch_size: B.
         max_length: most events of a piece; an older piece is an example of its own.
+        held_out: newest events of each user that are not trained on.
         seed: decides the order.
 
     Raises:
         DataError: no user has two training events.
     """
 
-    def __init__(self, dataset: Dataset, *, batch_size: int, max_length: int, seed: int = 0) -> None:
+    def __init__(self, dataset: Dataset, *, batch_size: int, max_length: int, held_out: int = 2, seed: int = 0) -> None:
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
         starts, lengths = [], []
-        for start, length in zip(dataset.user_offsets[:-1], dataset.train_lengths(), strict=True):
+        for start, length in zip(dataset.user_offsets[:-1], dataset.train_lengths(held_out), strict=True):
             end = start + length
             while end - start > 1:
                 # One event more than the piece before it begins with: its last target is that first event.

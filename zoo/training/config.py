@@ -20,6 +20,9 @@ class TrainConfig:
         max_length: newest events of a history that the encoder reads.
         targets_per_history: how many of the events that follow a history are decoded from it, each on its own. More
             than 1 makes each encoder pass teach more; the paper's setting is 1.
+        held_out: newest events of each user that are not trained on. 2: one for validation, one for the test. 1 trains
+            on the validation event too, as the published HSTU code does; nothing can be chosen by it then, and
+            ``eval_every`` must be 0.
         peak_lr: highest learning rate.
         start_lr: learning rate of the first step (P: 1e-5).
         warmup_steps: linear rise from start_lr to peak_lr (P: 3000).
@@ -41,6 +44,7 @@ class TrainConfig:
     max_length: int
     peak_lr: float
     targets_per_history: int = 1
+    held_out: int = 2
     start_lr: float = 1e-5
     warmup_steps: int = 3000
     final_lr_ratio: float = 0.1
@@ -66,6 +70,11 @@ class TrainConfig:
         object.__setattr__(self, "betas", tuple(self.betas))
         if self.precision not in ("auto", "fp32", "bf16"):
             raise ConfigError(f"precision is {self.precision!r}; choose auto, fp32 or bf16")
+        if self.held_out == 1 and self.eval_every:
+            raise ConfigError(
+                f"eval_every is {self.eval_every} and held_out 1: validation would be on events that are trained on; "
+                "set eval_every to 0, or held_out to 2"
+            )
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, 0 being the first (P: linear up, then linear down).
@@ -87,6 +96,7 @@ _RULES: dict[tuple[str, ...], _Rule] = {
     ("warmup_steps", "eval_every", "micro_batch_tokens"): (int, "a whole number, 0 or more", lambda value: value >= 0),
     ("peak_lr", "start_lr", "grad_clip"): ((int, float), "a finite number above 0", lambda value: 0 < value < math.inf),
     ("weight_decay",): ((int, float), "a finite number, 0 or more", lambda value: 0 <= value < math.inf),
+    ("held_out",): (int, "1 or 2", lambda value: value in (1, 2)),
     ("final_lr_ratio",): ((int, float), "a number in [0, 1]", lambda value: 0 <= value <= 1),
     ("weight_average",): ((int, float), "a number in [0, 1)", lambda value: 0 <= value < 1),
 }  # fmt: skip

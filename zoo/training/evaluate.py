@@ -1,4 +1,4 @@
-"""Full-ranking evaluation by constrained beam search, with two baselines under the same rules.
+"""Full-ranking evaluation by constrained beam search or by score, with two baselines under the same rules.
 
 Leave-one-out: the history is everything before the target. Items that the user has had already are left out of every
 ranking, the model's and the baselines' alike, as the published HSTU evaluation does; in data where users come back to
@@ -7,7 +7,7 @@ items that rule can be switched off.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from zoo.models.loading import load_model
 from zoo.models.sinkrec import SinkRec
 from zoo.training.baselines import LastItem, Popularity, rank
 from zoo.training.metrics import interval95, metrics_of, ranks_of
-from zoo.training.ranking import rank_users, rank_users_by_score, seen_items
+from zoo.training.ranking import rank_users, seen_items, target_ranks
 
 REPORT = "reports/eval.json"
 RANKS = "reports/ranks.npy"
@@ -45,6 +45,7 @@ class EvalReport:
             scores items.
         beams: beam width, of SinkRec the places of a ranking.
         exclude_seen: whether items of the history were left out.
+        by_left_out: of SinkRec, the model's metrics by what is left out of the ranking (``zoo.training.ranking``).
     """
 
     dataset: str
@@ -55,6 +56,7 @@ class EvalReport:
     illegal_share: float
     beams: int
     exclude_seen: bool
+    by_left_out: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready form."""
@@ -105,19 +107,26 @@ def evaluate(
     max_length = bundle.manifest.get("training", {}).get("max_length", 256)
     users = np.arange(dataset.num_users)
     settings: dict[str, Any] = {
-        "max_length": max_length, "batch_size": batch_size, "exclude_seen": exclude_seen,
-        "progress": "ranking" if progress else None,
+        "max_length": max_length, "batch_size": batch_size, "progress": "ranking" if progress else None,
     }  # fmt: skip
-    if isinstance(model, SinkRec):
-        ranked, illegal = rank_users_by_score(model, dataset, users, split, most=beams, **settings), 0.0
-    else:
-        ranked, illegal = rank_users(model, dataset, users, split, beams=beams, **settings)
+    by_left_out: dict[str, dict[str, float]] = {}
     targets = dataset.targets(split)
-    rankings = {
-        presets.model_name(model.config): ranked,
-        **_baseline_rankings(dataset, split, exclude_seen, batch_size),
+    if isinstance(model, SinkRec):
+        illegal, every = 0.0, target_ranks(model, dataset, users, split, **settings)
+        found = every["history" if exclude_seen else "nothing"]
+        by_left_out = {name: metrics_of(ranks, RECALL_KS, NDCG_KS) for name, ranks in every.items()}
+    else:
+        ranked, illegal = rank_users(model, dataset, users, split, beams=beams, exclude_seen=exclude_seen, **settings)
+        found = ranks_of(ranked, targets)
+    found = np.minimum(found, beams)
+    baselines = _baseline_rankings(dataset, split, exclude_seen, batch_size)
+    metrics = {
+        name: metrics_of(ranks, RECALL_KS, NDCG_KS)
+        for name, ranks in (
+            (presets.model_name(model.config), found),
+            *((name, ranks_of(ranking, targets)) for name, ranking in baselines.items()),
+        )
     }
-    metrics = {name: metrics_of(ranking, targets, RECALL_KS, NDCG_KS) for name, ranking in rankings.items()}
     report = EvalReport(
         dataset=dataset.name,
         split=split,
@@ -127,10 +136,11 @@ def evaluate(
         illegal_share=illegal,
         beams=beams,
         exclude_seen=exclude_seen,
+        by_left_out=by_left_out,
     )
     files.write_json(bundle.path / REPORT, report.to_json())
     with files.replacing(bundle.path / RANKS) as temporary, temporary.open("wb") as file:
-        np.save(file, ranks_of(ranked, targets).astype(np.int32))
+        np.save(file, found.astype(np.int32))
     bundle.update([REPORT, RANKS], evaluation=report.to_json())
     return report
 

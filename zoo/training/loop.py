@@ -70,8 +70,8 @@ def train(
         TrainingError: the loss is not finite; the last checkpoint is kept.
     """
     dataset = data if isinstance(data, Dataset) else load_dataset(data)
-    config = fitted(presets.resolve(preset, twin=twin, overrides=overrides), dataset)
     plan = recipe(preset, twin=twin, overrides=settings)
+    config = fitted(presets.resolve(preset, twin=twin, overrides=overrides), dataset, plan)
     out = Path(out)
     identity = {
         "preset": preset,
@@ -243,6 +243,8 @@ class _Run:
         averaged, present = zip(*((a.detach(), p.detach()) for a, p in pairs), strict=True)
         assert average.multi_avg_fn is not None
         average.multi_avg_fn(averaged, present, average.n_averaged)
+        for kept, buffer in zip(average.module.buffers(), self.model.buffers(), strict=True):
+            kept.copy_(buffer)
         average.n_averaged += 1
 
     def _read(self) -> None:

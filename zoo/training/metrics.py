@@ -26,6 +26,11 @@ def ndcg(ranks: np.ndarray, k: int) -> float:
     return float(np.where(ranks < k, 1 / np.log2(ranks + 2.0), 0.0).mean()) if len(ranks) else 0.0
 
 
+def mrr(ranks: np.ndarray, k: int) -> float:
+    """Return MRR@k: the mean of 1 / (rank + 1), 0 where the rank is ``k`` or worse."""
+    return float(np.where(ranks < k, 1 / (ranks + 1.0), 0.0).mean()) if len(ranks) else 0.0
+
+
 def interval95(share: float, users: int) -> tuple[float, float]:
     """Return the 95% Wilson score interval of a share of ``users``."""
     if users == 0:
@@ -36,7 +41,7 @@ def interval95(share: float, users: int) -> tuple[float, float]:
     return float(centre - half), float(centre + half)
 
 
-def metrics_of(ranked: np.ndarray, targets: np.ndarray, ks: Sequence[int], ndcg_ks: Sequence[int]) -> dict[str, float]:
-    """Return ``{"Recall@k": ..., "NDCG@k": ...}`` of a ranking int [U, K]."""
-    ranks = ranks_of(ranked, targets)
-    return {f"Recall@{k}": recall(ranks, k) for k in ks} | {f"NDCG@{k}": ndcg(ranks, k) for k in ndcg_ks}
+def metrics_of(ranks: np.ndarray, ks: Sequence[int], ndcg_ks: Sequence[int]) -> dict[str, float]:
+    """Return ``{"Recall@k": ..., "NDCG@k": ..., "MRR@10": ...}`` of the ranks int [U] of each user's target."""
+    metrics = {f"Recall@{k}": recall(ranks, k) for k in ks} | {f"NDCG@{k}": ndcg(ranks, k) for k in ndcg_ks}
+    return metrics | {"MRR@10": mrr(ranks, 10)}

@@ -67,6 +67,7 @@ class SemanticIdObjective:
             batch_size=plan.batch_size,
             max_length=plan.max_length,
             targets_per_history=plan.targets_per_history,
+            held_out=plan.held_out,
             seed=seed,
         )
         self.steps_per_epoch = self._batches.steps_per_epoch
@@ -100,7 +101,9 @@ class NextItemObjective:
 
     def __init__(self, dataset: Dataset, plan: TrainConfig, seed: int) -> None:
         self.dataset, self.plan = dataset, plan
-        self._batches = SequenceBatches(dataset, batch_size=plan.batch_size, max_length=plan.max_length, seed=seed)
+        self._batches = SequenceBatches(
+            dataset, batch_size=plan.batch_size, max_length=plan.max_length, held_out=plan.held_out, seed=seed
+        )
         self.steps_per_epoch = self._batches.steps_per_epoch
 
     def from_step(self, step: int) -> Iterator[Any]:
@@ -115,7 +118,10 @@ class NextItemObjective:
 
     def rank(self, model: Any, users: np.ndarray, split: SplitName, most: int) -> np.ndarray:
         """Rank the whole catalogue by score."""
-        return rank_users_by_score(model, self.dataset, users, split, max_length=self.plan.max_length, most=most)
+        batch_size = 1024 if model.items.weight.is_cuda else 128
+        return rank_users_by_score(
+            model, self.dataset, users, split, max_length=self.plan.max_length, most=most, batch_size=batch_size
+        )
 
     def health(self, model: Any) -> dict[str, float]:
         """Return perplexity (mean over levels) and share of dead codes of the memory's codebooks."""
@@ -133,14 +139,15 @@ def objective(config: Config, dataset: Dataset, plan: TrainConfig, seed: int) ->
     return SemanticIdObjective(dataset, plan, seed)
 
 
-def fitted(config: Config, dataset: Dataset) -> Config:
-    """Return the configuration with what the data decides.
+def fitted(config: Config, dataset: Dataset, plan: TrainConfig) -> Config:
+    """Return the configuration with what the data and the recipe decide.
 
     Raises:
         ConfigError: the semantic IDs of the data do not fit the model.
     """
     if isinstance(config, SinkRecConfig):
-        return config.with_overrides(num_items=dataset.num_items)
+        window = plan.max_length if config.whole_history else config.window
+        return config.with_overrides(num_items=dataset.num_items, window=window)
     _check_semantic_ids(config, dataset)
     return config
 

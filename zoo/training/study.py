@@ -241,7 +241,7 @@ class _Study:
             if status:
                 raise ValueError(f"exit status {status}: {_last_line(run.folder / 'run.log')}")
             self.results[run.twin, run.seed] = row | {"state": "done"} | _result(run.folder)
-            recall = self.results[run.twin, run.seed]["metrics"]["gbla"]["Recall@10"]
+            recall = self.results[run.twin, run.seed]["metrics"][study_table.model_of(self.fixed)]["Recall@10"]
             self.tell(f"done {run.name}: Recall@10 {recall:.4f} in {row['seconds']:.0f} s")
         except (OSError, ValueError, KeyError, ZooError) as error:
             reason = f"{type(error).__name__}: {error}" if not status else str(error)
@@ -329,6 +329,7 @@ def _result(folder: Path) -> dict[str, Any]:
         "metrics": report["metrics"],
         "users": report["users"],
         "illegal_share": report["illegal_share"],
+        "by_left_out": report.get("by_left_out", {}),
         "training_seconds": training["seconds_of_last_run"],
         "final_loss": training["final_loss"],
         "best_step": training["best_step"],

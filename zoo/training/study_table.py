@@ -1,4 +1,4 @@
-"""The page of a study: mean and spread over seeds, differences with intervals over users, the paper's numbers beside.
+"""The page of a study: mean and spread over seeds, differences with intervals over users, every run, published numbers.
 
 python -m zoo.training.study_table runs/study > docs/results_ml1m.md
 """
@@ -13,30 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from zoo.training.metrics import ndcg, recall
+from zoo.models import presets
+from zoo.training.metrics import mrr, ndcg, recall
+from zoo.training.published import BASELINES, GBLA_RECALL10
 
 STUDY = "study.json"
 RANKS = "ranks.npz"
 PAGE = "study.md"
 
-PAPER_RECALL10 = {
-    "base": 0.2780,
-    "all-softmax": 0.2800,
-    "causal-softmax": 0.1878,
-    "fully-gbla": 0.2607,
-    "no-key-gate": 0.2776,
-    "no-conv": 0.2747,
-    "no-gated-norm": 0.2726,
-    "bla": 0.2675,
-}
-"""Recall@10 of the paper, on its own industrial data at length 2048 (arXiv 2606.07317); `base` is its hybrid."""
-
 _METRICS: dict[str, Callable[[np.ndarray], float]] = {
     "Recall@10": lambda ranks: recall(ranks, 10),
     "Recall@50": lambda ranks: recall(ranks, 50),
     "NDCG@10": lambda ranks: ndcg(ranks, 10),
+    "MRR@10": lambda ranks: mrr(ranks, 10),
 }
 _RESAMPLES = 2000
+
+
+def model_of(study: Mapping[str, Any]) -> str:
+    """Return which model a study trains, ``gbla`` or ``sinkrec``."""
+    return presets.PRESETS[study["preset"]][0]
 
 
 def key(twin: str, seed: int) -> str:
@@ -63,8 +59,9 @@ def page(study: Mapping[str, Any], ranks: Mapping[str, np.ndarray]) -> str:
     by_twin = {
         twin: {row["seed"]: ranks[key(twin, row["seed"])] for row in done if row["twin"] == twin} for twin in twins
     }
-    lines = [*_how(study, done), "", *_quality(study, by_twin, done), "", *_differences(by_twin), ""]
-    lines += [*_missing(study), *_legend(done)]
+    paper = GBLA_RECALL10 if model_of(study) == "gbla" else {}
+    lines = [*_how(study, done), "", *_quality(study, by_twin, done, paper), "", *_differences(by_twin, paper), ""]
+    lines += [*_by_left_out(done, twins), *_every_run(done, ranks), *_missing(study), *_legend(study, done)]
     return "\n".join(lines) + "\n"
 
 
@@ -91,6 +88,7 @@ def _how(study: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) -> list[st
     gpus = machine["gpus"]
     where = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU"
     settings = ", ".join(f"{name} {value}" for name, value in recipe.items())
+    how = f"{study['beams']} beams" if model_of(study) == "gbla" else "by score"
     seconds = np.median([row["training_seconds"] for row in done]) if done else float("nan")
     return [
         f"`{study['preset']}` and its twins on {study['data']}, {study['date']}, on {where}, "
@@ -98,8 +96,8 @@ def _how(study: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) -> list[st
         f"on each device; {len(done)} of {len(study['runs'])} runs in {study['seconds']:.0f} s; a training took "
         f"{seconds:.0f} s (median).",
         "",
-        f"Recipe, the same for all: {settings}. Evaluation: test split, full ranking, {study['beams']} beams, items of "
-        "the history left out.",
+        f"Recipe, the same for all: {settings}. {_overrides(study)}Evaluation: test split, full ranking, {how}, items "
+        "of the history left out; Recall@k is HR@k, with one target a user.",
         "",
         "```console",
         study["command"],
@@ -107,40 +105,81 @@ def _how(study: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) -> list[st
     ]
 
 
+def _overrides(study: Mapping[str, Any]) -> str:
+    changed = ", ".join(f"{name} {value}" for name, value in study.get("overrides", {}).items())
+    return f"Model fields changed: {changed}. " if changed else ""
+
+
 def _quality(
-    study: Mapping[str, Any], by_twin: Mapping[str, Mapping[int, np.ndarray]], done: Sequence[Mapping[str, Any]]
+    study: Mapping[str, Any],
+    by_twin: Mapping[str, Mapping[int, np.ndarray]],
+    done: Sequence[Mapping[str, Any]],
+    paper: Mapping[str, float],
 ) -> list[str]:
-    lines = [
-        "| model | seeds | " + " | ".join(_METRICS) + " | best step, median | the paper's Recall@10 |",
-        "|---|---|" + "---|" * (len(_METRICS) + 2),
-    ]
+    headers = ["model", "seeds", *_METRICS, "best step, median", *(["the paper's Recall@10"] if paper else [])]
+    lines = [_row(headers), "|---" * len(headers) + "|"]
     for twin, runs in by_twin.items():
         cells = [_mean_and_spread([metric(ranks) for ranks in runs.values()]) for metric in _METRICS.values()]
         steps = [row["best_step"] for row in done if row["twin"] == twin]
-        paper = f"{PAPER_RECALL10[twin]:.4f}" if twin in PAPER_RECALL10 else "-"
         step = f"{np.median(steps):.0f}" if steps else "-"
-        lines.append(f"| {_label(twin, study)} | {len(runs)} | " + " | ".join(cells) + f" | {step} | {paper} |")
-    if done:
-        for name, values in done[0]["metrics"].items():
-            if name != "gbla":
-                lines.append(f"| *{name}* | - | " + " | ".join(f"{values[m]:.4f}" for m in _METRICS) + " | - | - |")
+        theirs = [f"{paper[twin]:.4f}" if twin in paper else "-"] if paper else []
+        lines.append(_row([_label(twin, study), len(runs), *cells, step, *theirs]))
+    others = [*done[0]["metrics"].items()][1:] if done else []
+    published = BASELINES.get((model_of(study), study["data"]))
+    others += [(f"{name}, published", values) for name, values in published.rows] if published else []
+    for name, values in others:
+        cells = [f"{values[metric]:.4f}" if metric in values else "-" for metric in _METRICS]
+        lines.append(_row([f"*{name}*", "-", *cells, "-", *(["-"] if paper else [])]))
     return lines
 
 
-def _differences(by_twin: Mapping[str, Mapping[int, np.ndarray]]) -> list[str]:
+def _differences(by_twin: Mapping[str, Mapping[int, np.ndarray]], paper: Mapping[str, float]) -> list[str]:
     base = by_twin.get("base", {})
-    lines = [
-        "| Recall@10 minus that of `base` | here | 95% over users | seed by seed | the paper |",
-        "|---|---|---|---|---|",
-    ]
+    headers = ["Recall@10 minus that of `base`", "here", "95% over users", "seed by seed"]
+    headers += ["the paper"] if paper else []
+    lines = [_row(headers), "|---" * len(headers) + "|"]
     for twin, runs in by_twin.items():
         found = difference(runs, base) if twin != "base" else None
         if found is None:
             continue
-        paper = f"{PAPER_RECALL10[twin] - PAPER_RECALL10['base']:+.4f}" if twin in PAPER_RECALL10 else "-"
         each = ", ".join(f"{recall(runs[s], 10) - recall(base[s], 10):+.4f}" for s in sorted(set(runs) & set(base)))
-        lines.append(f"| {twin} | {found[0]:+.4f} | {found[1]:+.4f} to {found[2]:+.4f} | {each} | {paper} |")
+        theirs = [f"{paper[twin] - paper['base']:+.4f}" if twin in paper else "-"] if paper else []
+        lines.append(_row([twin, f"{found[0]:+.4f}", f"{found[1]:+.4f} to {found[2]:+.4f}", each, *theirs]))
     return lines if len(lines) > 2 else ["No twin shares a seed with `base` yet."]
+
+
+def _by_left_out(done: Sequence[Mapping[str, Any]], twins: Sequence[str]) -> list[str]:
+    """Return a table of what leaving seen items out of the ranking changes, where the runs say it."""
+    rows = [row for row in done if row.get("by_left_out")]
+    if not rows:
+        return []
+    policies = list(rows[0]["by_left_out"])
+    headers = ["Recall@10, NDCG@10", *(f"left out: {policy}" for policy in policies)]
+    lines = [_row(headers), "|---" * len(headers) + "|"]
+    for twin in twins:
+        found = [row["by_left_out"] for row in rows if row["twin"] == twin]
+        cells = [
+            ", ".join(_mean_and_spread([run[policy][name] for run in found]) for name in ("Recall@10", "NDCG@10"))
+            for policy in policies
+        ]
+        lines += [_row([twin, *cells])] if found else []
+    told = "Left out of the ranking: all items of the history, those among the newest events that are read, or nothing."
+    return [*lines, "", told, ""]
+
+
+def _every_run(done: Sequence[Mapping[str, Any]], ranks: Mapping[str, np.ndarray]) -> list[str]:
+    if not done:
+        return []
+    headers = ["run", "seed", *_METRICS, "best valid Recall@10", "best step", "training s", "training and evaluation s"]
+    lines = [_row(headers), "|---" * len(headers) + "|"]
+    for row in done:
+        cells = [f"{metric(ranks[key(row['twin'], row['seed'])]):.4f}" for metric in _METRICS.values()]
+        valid = row["best_valid_recall@10"]
+        times = [f"{row['training_seconds']:.0f}", f"{row['seconds']:.0f}"]
+        lines.append(
+            _row([row["twin"], row["seed"], *cells, "-" if valid is None else f"{valid:.4f}", row["best_step"], *times])
+        )
+    return [*lines, ""]
 
 
 def _missing(study: Mapping[str, Any]) -> list[str]:
@@ -154,17 +193,30 @@ def _missing(study: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _legend(done: Sequence[Mapping[str, Any]]) -> list[str]:
+def _legend(study: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) -> list[str]:
     if not done:
         return []
+    published = BASELINES.get((model_of(study), study["data"]))
+    theirs = [published.source] if published else []
+    if model_of(study) == "gbla":
+        theirs = ["The paper's numbers are of its own data, so compare signs and sizes of differences, not levels."]
     users = done[0]["users"]
     noise = f"{1.96 * np.sqrt(0.25 * 0.75 / users):.4f} at a recall of 0.25"
     return [
         f"Mean ± standard deviation over seeds. Half of a 95% interval over the {users} users is {noise}; differences "
         "between two models on the same users are paired and narrower: the second table gives them. These intervals "
-        "are over users, for the seeds that were run: a difference no larger than the spread over seeds is not one. "
-        "The paper's numbers are of its own data, so compare signs and sizes of differences, not levels.",
+        + " ".join(
+            [
+                "are over users, for the seeds that were run: a difference no larger than the spread over seeds is "
+                "not one.",
+                *theirs,
+            ]
+        )
     ]
+
+
+def _row(cells: Sequence[Any]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def _label(twin: str, study: Mapping[str, Any]) -> str:
