@@ -157,7 +157,7 @@ def _time(
     candidates = {name: steps[key] for name, key in names.items()}
     if device.type != "cuda":
         return {names[name]: found._asdict() for name, found in _wall(candidates, calls).items()}, {}, []
-    eager = {names[name]: found._asdict() for name, found in timing.time_eager(candidates, 1).items()}
+    eager = {names[name]: found._asdict() for name, found in timing.time_eager(candidates, 1, seconds=0.5).items()}
     graphs: dict[tuple[str, int], Any] = {}
     notes: list[str] = []
     for side in dict.fromkeys(side for side, _ in steps):

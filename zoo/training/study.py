@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -280,7 +281,7 @@ class _Study:
         ]
         content = {
             **self.fixed,
-            "command": " ".join(["python -m zoo.training.study", *sys.argv[1:]]),
+            "command": f"python -m zoo.training.study {shlex.join(sys.argv[1:])}",
             "date": time.strftime("%Y-%m-%d"),
             "machine": self.machine,
             "processes_per_gpu": self.per_gpu,
