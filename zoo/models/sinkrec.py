@@ -192,8 +192,8 @@ PRESETS = {
     ),
     # Ours, for tests and the demo.
     "sinkrec-tiny": SinkRecConfig(
-        d_model=64, num_heads=2, key_dim=32, value_dim=32, head_dim=32, mlp_width=128, memory_dim=32, window=32,
-        codebook_size=64,
+        d_model=64, num_heads=2, key_dim=32, value_dim=32, head_dim=32, mlp_width=128, memory_dim=32, group="TA",
+        window=32, codebook_size=64, dropout=0.1,
     ),
 }  # fmt: skip
 
@@ -212,8 +212,8 @@ TWINS: dict[str, dict[str, Any]] = {
 ``plain-gated-deltanet`` has nothing but the plain gated delta rule and local attention.
 
 ``sasrec`` is causal softmax attention over the whole history (SASRec, arXiv 1808.09781) in our blocks: same widths,
-head, loss and recipe, no recurrence, memory or time. It has as many layers as a preset runs, loops counted (8), each
-with weights of its own: equal in depth, with half as many weights again as the preset has in its blocks, so doubt is in
+head, loss and recipe, no recurrence, memory or time. It has as many layers as a preset runs, loops counted (8;
+``sinkrec-tiny`` runs 4), each with weights of its own: equal in depth, with half as many weights again as the preset has in its blocks, so doubt is in
 its favour. Three things are not those of the published model but ours on both sides: rotary instead of learned
 positions, SwiGLU and RMSNorm instead of ReLU and LayerNorm, softmax over all items instead of one drawn negative.
 Dropout is the preset's."""
