@@ -213,10 +213,10 @@ TWINS: dict[str, dict[str, Any]] = {
 
 ``sasrec`` is causal softmax attention over the whole history (SASRec, arXiv 1808.09781) in our blocks: same widths,
 head, loss and recipe, no recurrence, memory or time. It has as many layers as a preset runs, loops counted (8;
-``sinkrec-tiny`` runs 4), each with weights of its own: equal in depth, with half as many weights again as the preset has in its blocks, so doubt is in
-its favour. Three things are not those of the published model but ours on both sides: rotary instead of learned
-positions, SwiGLU and RMSNorm instead of ReLU and LayerNorm, softmax over all items instead of one drawn negative.
-Dropout is the preset's."""
+``sinkrec-tiny`` runs 4), each with weights of its own: equal in depth, with half as many weights again as the preset
+has in its blocks, so doubt is in its favour. Three things are not those of the published model but ours on both sides:
+rotary instead of learned positions, SwiGLU and RMSNorm instead of ReLU and LayerNorm, softmax over all items instead of
+one drawn negative. Dropout is the preset's."""
 
 
 class State(NamedTuple):
