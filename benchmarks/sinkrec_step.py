@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -170,12 +171,13 @@ def _time(
 
 
 def _wall(candidates: Mapping[str, Callable[[int], Any]], calls: int) -> dict[str, timing.Timing]:
-    """Time calls on a CPU, one of each in turns, so that what else the machine does falls on all of them."""
+    """Time calls on a CPU, one of each a turn in random order: what else runs, and who emptied the cache, falls on all."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
+    order = random.Random(0)
     for call in range(calls + 3):
-        for name, run in candidates.items():
+        for name in order.sample(list(candidates), len(candidates)):
             started = time.perf_counter()
-            run(0)
+            candidates[name](0)
             if call >= 3:
                 samples[name].append(1e3 * (time.perf_counter() - started))
     return {name: timing.summary(times) for name, times in samples.items()}

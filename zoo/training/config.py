@@ -128,9 +128,11 @@ RECIPES = {
         steps=100_000, batch_size=64, max_length=4096, peak_lr=1e-3, eval_every=5000, checkpoint_every=1000,
         micro_batch_tokens=2**17,
     ),
+    # Length, batch, rate and (in the model) dropout and temperature are those of the published HSTU on this data; 68
+    # steps are an epoch. Softmax over all items, averaged weights and a falling rate are ours. Not yet run on a GPU.
     "sinkrec-ml1m": TrainConfig(
-        steps=8000, batch_size=64, max_length=512, peak_lr=1e-3, warmup_steps=500, weight_decay=0.1, eval_every=500,
-        eval_users=6040,
+        steps=5000, batch_size=128, max_length=200, peak_lr=1e-3, warmup_steps=250, final_lr_ratio=0.01,
+        weight_decay=0.1, weight_average=0.999, eval_every=250, eval_users=6040, checkpoint_every=2500,
     ),
     # Two CPU cores, about three minutes.
     "sinkrec-tiny": TrainConfig(
