@@ -91,11 +91,12 @@ app.add_typer(inspect_app, name="inspect", rich_help_panel="Look")
 
 @inspect_app.callback()
 def _inspect() -> None:
-    """Show what a bundle holds, or which implementation of each custom op runs here and why.
+    """Show what a bundle holds, which implementation of each custom op runs here and why, or a model's state sink.
 
-    [bold]zoo inspect FOLDER[/] shows a bundle, [bold]zoo inspect kernels[/] the ops.
+    [bold]zoo inspect FOLDER[/] shows a bundle, [bold]zoo inspect kernels[/] the ops, [bold]zoo inspect sink FOLDER[/]
+    the sink.
 
-    A bundle in a folder called kernels is ./kernels.
+    A bundle in a folder called kernels is ./kernels, one in a folder called sink ./sink.
     """
 
 
@@ -137,6 +138,45 @@ def inspect_kernels(
         console.print_json(found)
         return
     console.out.print(tables.kernels(found))
+
+
+@inspect_app.command("sink")
+def inspect_sink(
+    bundle: Annotated[Path, typer.Argument(help="Bundle folder of a SinkRec, as `zoo train` wrote it.")],
+    against: Annotated[
+        Path | None, typer.Option(help="Another SinkRec bundle of the same data, drawn under it over the same history.")
+    ] = None,
+    user: Annotated[
+        str | None,
+        typer.Option(help="As the data calls them; default: the longest history that the models read whole."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="A folder that `zoo data` wrote; default: where the bundle was trained on it.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="PNG to write; default: reports/sink.png in the bundle.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw which events of a user's history fill a SinkRec's memory: how much each write still adds to all readouts.
+
+    A recurrent state is a sum of what was written, so the share of every event in what is read later can be computed.
+    Events are coloured by memory code, that is, by what their surroundings look like. Where writes of one code,
+    repeated again and again, hold most of the influence, they are a sink: the rest of the history is read through
+    them. The [bold]sink ratio[/] is their share of the influence; compare it with their share of the events, which is
+    printed beside it and is what the ratio would be if all writes counted alike.
+
+    Draw a model beside the plain gated delta rule to see what its memory changes: train the twin on the same data and
+    name it with [bold]--against[/]. The twin has no memory, so both are marked with the codes of the one that has.
+
+    [dim]Examples: zoo inspect sink tiny · zoo inspect sink tiny --user 405 --out sink.png · zoo train sinkrec-tiny
+    --twin plain-gated-deltanet --data ml-100k --out plain && zoo inspect sink tiny --against plain[/]
+    """
+    found = verbs.inspect_sink(
+        bundle, against=against, user=user, data=None if data is None else _dataset(data), out=out
+    )
+    if as_json:
+        console.print_json(found)
+        return
+    console.out.print(tables.sink(found))
 
 
 @app.command(rich_help_panel="Path")

@@ -98,6 +98,21 @@ def kernels(found: Mapping[str, Any]) -> Group:
 _LAUNCH_COLUMNS = ("tile", "warps", "stages", "TMA", "resident")
 
 
+def sink(found: Mapping[str, Any]) -> Group:
+    """Return what ``verbs.inspect_sink`` found: the sink ratio of each model, and where the picture is."""
+    title = f"Sink of user {found['user']} of {found['dataset']}: {found['events']:,} events"
+    if found["left_out"]:
+        title += f", the newest; {found['left_out']:,} older ones are beyond the models' limit"
+    table = _table(escape(title), left=("model", "bundle"), right=("sink ratio",))
+    for model in found["models"]:
+        table.add_row(model["name"], escape(model["bundle"]), f"{model['ratio']:.3f}")
+    legend = (
+        f"Sink ratio: share of the influence of all writes that falls on those of code {found['code']}, the most "
+        f"frequent memory code (of {found['codes_of']}), which {100 * found['code_share']:.1f}% of the events have."
+    )
+    return Group(table, escape(legend), f"Picture in [bold]{escape(found['picture'])}[/]")
+
+
 def exported(parts: Sequence[Any]) -> Table:
     """Return the exported graphs (``export.OnnxPart``)."""
     table = _table("Exported graphs", left=("part", "dtype", "opset", "zoo nodes"), right=("MB", "seconds", ""))

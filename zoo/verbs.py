@@ -160,14 +160,17 @@ def validate(bundle: Bundle | Path | str, **settings: Any) -> Report:
     return run(bundle, **settings)
 
 
-def inspect(bundle: Bundle | Path | str, **settings: Any) -> dict[str, Any]:
+def inspect(bundle: Bundle | Path | str, /, **settings: Any) -> dict[str, Any]:
     """Return what a bundle holds: configuration, signatures, files, and the manifest of each engine.
 
-    The word ``"kernels"`` in place of a bundle asks which implementation each custom op takes, and takes the arguments
-    of ``inspect_kernels``; a bundle in a folder of this name is ``"./kernels"`` or a ``Path``.
+    A word in place of a bundle asks for something else: ``"kernels"`` for the implementation that each custom op takes,
+    with the arguments of ``inspect_kernels``, ``"sink"`` for what the writes of a history do, with those of
+    ``inspect_sink``. A bundle in a folder of such a name is ``"./kernels"`` or a ``Path``.
     """
     if bundle == "kernels":
         return inspect_kernels(**settings)
+    if bundle == "sink":
+        return inspect_sink(**settings)
     if settings:
         raise TypeError(f"inspecting a bundle takes no {', '.join(settings)}")
     from engines.manifest import load_manifest
@@ -205,6 +208,17 @@ def inspect_kernels(
         "device": (device or here) if capability is None else f"a GPU of compute capability {capability / 10:.1f}",
         "ops": [asdict(choice) for choice in found],
     }
+
+
+def inspect_sink(bundle: Bundle | Path | str, **settings: Any) -> dict[str, Any]:
+    """Measure and draw what the writes of one user's history do to a SinkRec's readouts, and to another model's.
+
+    Takes the arguments of ``zoo.sink_view.inspect_sink``, raises what it raises, and returns the JSON form of its
+    report.
+    """
+    from zoo.sink_view import inspect_sink as run
+
+    return run(bundle, **settings).to_json()
 
 
 def demo(model: str = "gbla", **settings: Any) -> dict[str, Any]:

@@ -84,6 +84,18 @@ def test_padding_of_any_value_and_more_of_it_changes_nothing(twin):
     torch.testing.assert_close(user[[0, 2]].norm(dim=-1), torch.ones(2, dtype=torch.float64), rtol=1e-4, atol=0)
 
 
+def test_a_fresh_recurrence_forgets_slowly():
+    """In a step without news it loses at most 1 - exp(-16 * 0.1); with biases of 0 it would lose 50% to 99.998%."""
+    model = SinkRec(PRESETS["sinkrec-base"].with_overrides(num_items=10, num_loops=1))
+    for layer in model.group[:3]:
+        decay, write = layer.mixer.decay_and_write.bias.chunk(2)
+        steps = torch.nn.functional.softplus(decay)
+        assert (steps > 0.000999).all() and (steps < 0.1001).all() and len(steps.unique()) == len(steps)
+        assert (write == 0).all()
+        rates = layer.mixer.decay_rate.exp()
+        assert (rates >= 1).all() and (rates <= 16).all()
+
+
 @pytest.mark.parametrize("twin", ALL_TWINS)
 def test_every_weight_gets_a_finite_gradient(twin):
     model = tiny(twin, dropout=0.1).train()

@@ -87,7 +87,10 @@ def sink(model: SinkRec, items: Tensor, times: Tensor, codes: Tensor) -> Sink:
     def add(module: TDGD, arguments: tuple[Tensor, Events, None]) -> None:
         x, events, _ = arguments
         q, k, v, _ = module.convolved(x, events, None)
-        found.add_(influence(module.writes(x, events, q, k), v, events.lengths).sum((0, 1, 2)))
+        writes = module.writes(x, events, q, k)
+        for head in range(v.shape[2]):  # one at a time: each takes several matrices of L x L
+            own = Writes(*(y[:, :, head : head + 1] for y in writes))
+            found.add_(influence(own, v[:, :, head : head + 1], events.lengths).sum((0, 1, 2)))
 
     hooks = [module.register_forward_pre_hook(add) for module in model.modules() if isinstance(module, TDGD)]
     try:

@@ -526,7 +526,8 @@ class SinkRec(nn.Module):
 
         Decays start as in Gated DeltaNet's public description: rates of 1 to 16, steps of 0.001 to 0.1.
         """
-        for module in self.modules():
+        # From the leaves up: a recurrence sets a bias of one of its projections, which is zeroed before.
+        for module in reversed([*self.modules()]):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
                 if module.bias is not None:
