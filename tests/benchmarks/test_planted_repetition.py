@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import planted_repetition, plot, run
-from benchmarks.planted_repetition import OURS, PLAIN, Task, configuration, found_sinks, hits, plant, train
+from benchmarks.planted_repetition import OURS, PLAIN, Task, configuration, plant
 from zoo.errors import ConfigError
 
 
