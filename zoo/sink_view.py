@@ -202,6 +202,7 @@ def put(figure: Figure, panels: Sequence[Panel], *, title: str) -> None:
     column = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, panel in zip(column, panels, strict=True):
         _put(axes, panel)
+    column[0].set_ylim(0, 1.05 * max(float(_shares(panel.found).max(initial=0)) for panel in panels) or 1)
     column[-1].set_xlabel("event")
     figure.suptitle(title)
     handles, labels = column[0].get_legend_handles_labels()
@@ -211,20 +212,24 @@ def put(figure: Figure, panels: Sequence[Panel], *, title: str) -> None:
 def _put(axes: Axes, panel: Panel) -> None:
     """Put one model's lines on its axes."""
     found = panel.found
-    influence, codes = found.influence.cpu().numpy(), found.codes.cpu().numpy()
-    share = 100 * influence / max(influence.sum(), np.finfo(np.float64).tiny)
+    share, codes = _shares(found), found.codes.cpu().numpy()
     places = np.arange(1, len(codes) + 1)
     width = min(_LARGEST_DOT, max(0.4, 400 / len(codes)))
     for mark, colour, label in _marks(codes, found.code):
         axes.vlines(places[mark], 0, share[mark], color=colour, linewidth=width, label=label)
         if width == _LARGEST_DOT:
             axes.plot(places[mark], share[mark], "o", color=colour, markersize=_LARGEST_DOT)
-    axes.set_ylim(bottom=0)
     axes.set_xlim(0, len(codes) + 1)
     axes.set_ylabel("share of influence, %")
     axes.grid(True, axis="y", color=_INK, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{panel.label}: sink ratio {found.ratio:.2f}", fontsize=10.5, loc="left")
+
+
+def _shares(found: Sink) -> np.ndarray:
+    """Return the share of each write in the whole influence, in percent, float64 [L]."""
+    influence: np.ndarray = found.influence.cpu().numpy()
+    return 100 * influence / max(influence.sum(), np.finfo(np.float64).tiny)
 
 
 def _marks(codes: np.ndarray, most: int) -> list[tuple[np.ndarray, str, str]]:
