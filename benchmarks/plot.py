@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks import delta_schedule, gbla_layer, sinkrec_cost
-from zoo import files
+from benchmarks import delta_schedule, gbla_layer, planted_repetition, sinkrec_cost
+from zoo import files, sink_view
 from zoo.errors import DataError, ZooError
 
 if TYPE_CHECKING:
@@ -158,6 +158,18 @@ def _cost(figure: Figure, content: Mapping[str, Any]) -> None:
     figure.suptitle(f"{_gpu(content)}, {told}", fontsize=10)
 
 
+def _planted(figure: Figure, content: Mapping[str, Any]) -> None:
+    """What the writes of one history of the first seed do, plain above SinkRec."""
+    row = content["rows"][0]
+    panels = [planted_repetition.panel(name, row["models"][name]) for name in reversed(row["models"])]
+    first, last = 2 * row["pairs"], 2 * row["pairs"] + row["gap"]
+    title = f"{row['pairs']} pairs, {row['distractors']} items that repeat (between the lines), the pairs again"
+    sink_view.put(figure, panels, title=title)
+    for axes in figure.axes:
+        for place in (first, last):
+            axes.axvline(place + 0.5, color=INK, linestyle="--", linewidth=1)
+
+
 def _gpu(content: Mapping[str, Any]) -> str:
     return str((content.get("machine", {}).get("gpu") or "unknown GPU").split(",")[0])
 
@@ -169,6 +181,7 @@ PLOTS = {
         _layer,
     ),
     "sinkrec_cost": Plot((9.5, 4.4), frozenset({"length", "batch", "preset", sinkrec_cost.OURS}), _cost),
+    "planted_repetition": Plot((9, 5.6), frozenset({"models", "pairs", "gap", "distractors"}), _planted),
     "delta_schedule": Plot((11, 4.4), frozenset({"length", "graph_ms", "num_heads", "head_dim", "chosen"}), _schedule),
 }
 

@@ -25,6 +25,7 @@ from zoo.training.batches import timed_histories
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PICTURE = "reports/sink.png"
 
@@ -167,11 +168,8 @@ def inspect_sink(
 def draw(panels: Sequence[Panel], path: Path | str, *, title: str) -> None:
     """Draw one history through one or more models, one under the other, as PNG.
 
-    Each event is a line as high as its write's share of the model's whole influence, coloured by memory code: the most
-    frequent one, the next four, and all others.
-
     Args:
-        panels: of the same history, with the same codes.
+        panels: as of ``put``.
         path: of the PNG; its folder is made.
         title: over all.
     """
@@ -183,20 +181,31 @@ def draw(panels: Sequence[Panel], path: Path | str, *, title: str) -> None:
     style: dict[str, Any] = {"font.size": 10.5, "savefig.transparent": True}
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), _INK)
     with pyplot.rc_context(style):  # type: ignore[arg-type]
-        figure, grid = pyplot.subplots(
-            len(panels), figsize=(9, 1 + 2.3 * len(panels)), layout="constrained", sharex=True, squeeze=False
-        )
-        column = grid[:, 0]
-        for axes, panel in zip(column, panels, strict=True):
-            _put(axes, panel)
-        column[-1].set_xlabel("event")
-        figure.suptitle(title)
-        handles, labels = column[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
-        path = Path(path)
+        figure = pyplot.figure(figsize=(9, 1 + 2.3 * len(panels)), layout="constrained")
+        put(figure, panels, title=title)
         with files.replacing(path) as temporary:
             figure.savefig(temporary, dpi=160, format="png")
         pyplot.close(figure)
+
+
+def put(figure: Figure, panels: Sequence[Panel], *, title: str) -> None:
+    """Put one history through one or more models on a figure, one under the other.
+
+    Each event is a line as high as its write's share of the model's whole influence, coloured by memory code: the most
+    frequent one, the next four, and all others.
+
+    Args:
+        figure: an empty one.
+        panels: of the same history, with the same codes.
+        title: over all.
+    """
+    column = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, panel in zip(column, panels, strict=True):
+        _put(axes, panel)
+    column[-1].set_xlabel("event")
+    figure.suptitle(title)
+    handles, labels = column[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
 
 
 def _put(axes: Axes, panel: Panel) -> None:

@@ -34,7 +34,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
 
 
 def test_the_registry_lists_every_benchmark_with_its_options(capsys):
-    assert sorted(run.REGISTRY) == sorted([*GPU_BENCHMARKS, "export_build", "sinkrec_step"])
+    assert sorted(run.REGISTRY) == sorted([*GPU_BENCHMARKS, "export_build", "planted_repetition", "sinkrec_step"])
     with pytest.raises(SystemExit):
         run.main(["--help"])
     listed = capsys.readouterr().out
