@@ -171,7 +171,7 @@ def _time(
 
 
 def _wall(candidates: Mapping[str, Callable[[int], Any]], calls: int) -> dict[str, timing.Timing]:
-    """Time calls on a CPU, one of each a turn in random order: what else runs, or emptied the cache, falls on all."""
+    """Time calls on a CPU, one of each a turn in random order: what else the machine does falls on all of them."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     order = random.Random(0)
     for call in range(calls + 3):

@@ -191,3 +191,45 @@ def test_the_page_gives_mean_spread_and_the_papers_number(dataset, tmp_path, stu
     expected = f"**gbla-tiny** (`base`) | 2 | {np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
     assert expected in page and "| 0.2780 |" in page and "*popularity*" in page
     assert "Missing" not in page
+
+
+@pytest.mark.slow
+def test_the_real_commands_train_and_evaluate_sinkrec(dataset, tmp_path):
+    sizes = {"d_model": 16, "num_heads": 1, "mlp_width": 16, "memory_dim": 8, "codebook_size": 8}
+    settings = {"steps": 2, "batch_size": 8, "max_length": 6, "eval_every": 1}
+    plan = plan_of(
+        dataset, preset="sinkrec-tiny", twins=(BASE, "sasrec"), seeds=(3,), settings=settings, overrides=sizes, beams=50
+    )
+    study = run_study(plan, tmp_path, tell=lambda line: None)
+    assert set(states(study).values()) == {"done"}, study["runs"]
+    for row in study["runs"]:
+        assert row["by_left_out"]["history"]["Recall@10"] == row["metrics"]["sinkrec"]["Recall@10"]
+    assert "| sasrec | 3 |" in (tmp_path / "study.md").read_text()
+
+
+def test_the_page_of_sinkrec_lists_every_run_and_what_was_published():
+    ranks = {f"{twin}/{seed}": np.arange(40) + seed for twin in ("base", "sasrec") for seed in (0, 1)}
+    values = {"Recall@10": 0.25, "Recall@50": 1.0, "NDCG@10": 0.1, "MRR@10": 0.1}
+    run = {
+        "state": "done", "seconds": 70.4, "users": 40, "training_seconds": 61.0, "best_step": 250,
+        "best_valid_recall@10": 0.31, "metrics": {"sinkrec": values, "popularity": values},
+        "by_left_out": {"history": values, "read": values, "nothing": values},
+    }  # fmt: skip
+    study = {
+        "preset": "sinkrec-ml1m", "data": "ml-1m", "date": "2026-12-01", "recipe": {"steps": 250}, "beams": 100,
+        "overrides": {"dropout": 0.3}, "machine": {"gpus": [], "processors": 2, "torch": "2.13"}, "seconds": 300.0,
+        "processes_per_gpu": 1, "command": "python -m zoo.training.study",
+        "runs": [{**run, "twin": twin, "seed": seed} for seed in (0, 1) for twin in ("base", "sasrec")],
+    }  # fmt: skip
+    page = study_table.page(study, ranks)
+    for line in (
+        "| base | 0 | 0.2500 | 1.0000 |",
+        "| sasrec | 1 | 0.2250 | 1.0000 |",
+        "| 0.3100 | 250 | 61 | 70 |",
+        "| *HSTU-large, published* | - | 0.3294 | 0.5935 | 0.1893 | - |",
+        "| base | 0.2500 ± 0.0000, 0.1000 ± 0.0000 |",
+        "Model fields changed: dropout 0.3.",
+        "meta-recsys/generative-recommenders",
+    ):
+        assert line in page, line
+    assert "beams" not in page and "the paper" not in page
