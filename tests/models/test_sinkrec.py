@@ -165,14 +165,16 @@ def test_users_without_a_state_are_those_of_the_prefill():
 def test_the_sasrec_twin_has_the_depth_of_the_preset_and_nothing_but_attention(preset):
     ours = PRESETS[preset]
     twin = ours.with_overrides(**TWINS["sasrec"])
-    assert len(twin.mixers) == len(ours.mixers) and set(twin.mixers) == {"A"} and twin.shown == 1
+    # For sinkrec-tiny, of 4 layers, the baseline is the deeper one.
+    assert len(twin.mixers) == 8 >= len(ours.mixers) and set(twin.mixers) == {"A"} and twin.shown == 1
+    assert preset == "sinkrec-tiny" or len(ours.mixers) == 8
     assert (twin.d_model, twin.num_heads, twin.mlp_width, twin.dropout) == (
         ours.d_model, ours.num_heads, ours.mlp_width, ours.dropout,
     )  # fmt: skip
 
 
 def test_bfloat16_does_not_round_the_logits():
-    model = tiny(memory=False).float().train()
+    model = tiny(memory=False, dropout=0.0).float().train()
     items, times, lengths = histories(1, 15, [15])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         losses = model(items, times, lengths)
