@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from zoo.errors import ConfigError
 from zoo.models import presets
 from zoo.models.sink import Sink, sink
 from zoo.models.sinkrec import TWINS, SinkRec, SinkRecConfig
-from zoo.sink_view import Panel
+
+if TYPE_CHECKING:
+    from zoo.sink_view import Panel
 
 OURS, PLAIN = "sinkrec", "plain-gated-deltanet"
 SIZES: dict[str, Any] = {
@@ -201,6 +203,8 @@ def found_sinks(model: SinkRec, memory: SinkRec, task: Task, gap: int) -> list[S
 
 def panel(name: str, found: Mapping[str, Any]) -> Panel:
     """Return the history of a model's result as a part of a picture."""
+    from zoo.sink_view import Panel  # reads data, which measuring does not need
+
     history = found["history"]
     influence = torch.tensor(history["influence"], dtype=torch.float64)
     return Panel(name, Sink(influence, torch.tensor(history["codes"]), history["code"], history["ratio"]))

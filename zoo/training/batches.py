@@ -159,6 +159,9 @@ class SequenceBatch:
 
     def pieces(self, tokens: int) -> Iterator[SequenceBatch]:
         """Yield parts as ``Batch.pieces`` does."""
+        if not tokens or self.items.numel() <= tokens:
+            yield self
+            return
         for rows, longest in _pieces(self.lengths, self.items.numel(), tokens):
             yield SequenceBatch(self.items[rows, :longest], self.times[rows, :longest], self.lengths[rows])
 
@@ -178,7 +181,7 @@ class SequenceBatches:
     """
 
     def __init__(self, dataset: Dataset, *, batch_size: int, max_length: int, held_out: int = 2, seed: int = 0) -> None:
-        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.dataset, self.batch_size, self.max_length, self.seed = dataset, batch_size, max_length, seed
         starts, lengths = [], []
         for start, length in zip(dataset.user_offsets[:-1], dataset.train_lengths(held_out), strict=True):
             end = start + length
@@ -207,7 +210,7 @@ class SequenceBatches:
 
     def _batch(self, examples: np.ndarray) -> SequenceBatch:
         lengths = self._lengths[examples]
-        offsets = np.arange(lengths.max())
+        offsets = np.arange(min(_few_lengths(int(lengths.max())), self.max_length))
         valid = offsets < lengths[:, None]
         source = np.where(valid, self._starts[examples][:, None] + offsets, 0)
         return _sequences(self.dataset, source, valid)
@@ -224,6 +227,11 @@ def _epoch(seed: int, epoch: int, lengths: np.ndarray, batch_size: int) -> list[
         chosen = chosen[np.argsort(lengths[chosen], kind="stable")]
         batches += [chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)]
     return [batches[i] for i in draw.permutation(len(batches))]
+
+
+def _few_lengths(length: int) -> int:
+    """Return a length to pad to, a multiple of 8: cuDNN's attention takes 0.2 s to plan each shape it has not seen."""
+    return -(-length // 8) * 8
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

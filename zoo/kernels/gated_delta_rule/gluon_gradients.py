@@ -7,7 +7,7 @@ side by side and meet at barriers in shared memory:
     loader  brings the tiles of the next chunks;
     values  makes the writes u of a chunk, block of values by block, then what needs dx, and dq;
     pairs   makes P and M before, the gradients W and Z of both after, then dk;
-    decays  sums up the gradient of log a.
+    decays  sums up the gradient of log a from what both have summed.
 
 The names are those of ``triton_backward``; suffixes: C positions of a chunk, K key width, V the values of a block.
 Tiles wait in two rings: one of chunks (q, k, T diag(b), gates), one of blocks of values (S, G, v, do, dv). When a chunk
@@ -48,13 +48,15 @@ BETA: gl.constexpr = gl.constexpr(3)
 CHUNK_ROWS: gl.constexpr = gl.constexpr(4)
 
 # Rows that the partitions exchange, each [C] float32: for decays the sums that go into the gradient of g, those over
-# the pairs that a position is the later or the earlier of, and those of what its write leaves; for values 1 / |q|.
+# the pairs that a position is the later or the earlier of, those of what its write leaves, and those of a value's row
+# of the state with its gradient; for values 1 / |q|.
 DG: gl.constexpr = gl.constexpr(0)
 LATER: gl.constexpr = gl.constexpr(1)
 EARLIER: gl.constexpr = gl.constexpr(2)
 AFTER: gl.constexpr = gl.constexpr(3)
-Q_NORM: gl.constexpr = gl.constexpr(4)
-SHARED_ROWS: gl.constexpr = gl.constexpr(5)
+STATE: gl.constexpr = gl.constexpr(4)
+Q_NORM: gl.constexpr = gl.constexpr(5)
+SHARED_ROWS: gl.constexpr = gl.constexpr(6)
 
 # Barriers between pairs, values and decays. Once a chunk, or a block for U, one partition arrives, at SUMS_FULL two.
 U_FULL: gl.constexpr = gl.constexpr(0)
@@ -65,8 +67,7 @@ W_FULL: gl.constexpr = gl.constexpr(4)
 W_EMPTY: gl.constexpr = gl.constexpr(5)
 SUMS_FULL: gl.constexpr = gl.constexpr(6)
 SUMS_EMPTY: gl.constexpr = gl.constexpr(7)
-STATES_READ: gl.constexpr = gl.constexpr(8)
-BARRIERS: gl.constexpr = gl.constexpr(9)
+BARRIERS: gl.constexpr = gl.constexpr(8)
 
 
 @gluon.jit
@@ -352,8 +353,9 @@ def _pairs(
 ):  # fmt: skip
     """Make P and -M for values; with u from there W and Z, of which W goes back; then dk.
 
-    Block by block: the sums of do u^T, of dv u^T, and of the products of dv and u with the states, where the rows of
-    dv and u take their factors first. SHARED says that W and -Z take the places of P and -M in shared memory.
+    Block by block: the sums of do u^T, of dv u^T, of the products of dv and u with the states, where the rows of dv and
+    u take their factors first, and of the states with their gradients, on the diagonal of S G^T. SHARED says that W
+    and -Z take the places of P and -M in shared memory.
     """
     C: gl.constexpr = 64
     dtype: gl.constexpr = u_tile.dtype
@@ -365,6 +367,8 @@ def _pairs(
     by_value_row: gl.constexpr = gl.SliceLayout(1, value_layout)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
     by_wide_row: gl.constexpr = gl.SliceLayout(1, wide_layout)
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [gl.num_warps(), 1], [1, 0])
+    by_value: gl.constexpr = by_row if BLOCK_V == C else gl.SliceLayout(1, narrow)
     i = gl.arange(0, C, by_row)[:, None]
     j = gl.arange(0, C, by_column)[None, :]
     taken = 0
@@ -419,6 +423,7 @@ def _pairs(
             w_CC = zeros_CC
             z_CC = zeros_CC
             dk_CK = gl.zeros([C, K], gl.float32, wide_layout)
+            state_V = gl.zeros([BLOCK_V], gl.float32, by_value)
             for first in gl.static_range(0, V, BLOCK_V):
                 slot = blocks % BLOCKS
                 dv_tile = dv_tiles.index(slot)
@@ -426,8 +431,16 @@ def _pairs(
                 g_tile = g_tiles.index(slot)
                 mbarrier.wait(full.index(CHUNKS + slot), (blocks // BLOCKS) & 1)
                 back_CV = (dv_tile.load(value_layout).to(gl.float32) * start_C[:, None]).to(dtype)
+                # A product with an operand in registers goes last: nothing may take those while it runs.
+                if BLOCK_V == C:
+                    states_VV = warpgroup_mma(s_tile, g_tile.permute((1, 0)), zeros_CC, is_async=True)
                 dk_CK = warpgroup_mma(gl.convert_layout(back_CV, left_layout), s_tile, dk_CK, is_async=True)
-                dk_CK = warpgroup_mma_wait(0, deps=(dk_CK,))
+                if BLOCK_V == C:
+                    dk_CK, states_VV = warpgroup_mma_wait(0, deps=(dk_CK, states_VV))
+                    state_V += gl.sum(gl.where(i == j, states_VV, 0.0), 1)
+                else:
+                    state_V += gl.sum(s_tile.load(narrow).to(gl.float32) * g_tile.load(narrow).to(gl.float32), 1)
+                    dk_CK = warpgroup_mma_wait(0, deps=(dk_CK,))
                 mbarrier.wait(bars.index(U_FULL), blocks & 1)
                 w_CC = warpgroup_mma(v_do_tiles.index(2 * slot + 1), u_tile.permute((1, 0)), w_CC, is_async=True)
                 z_CC = warpgroup_mma(dv_tile, u_tile.permute((1, 0)), z_CC, is_async=True)
@@ -456,11 +469,10 @@ def _pairs(
             dk_CK = warpgroup_mma(z_tile.permute((1, 0)), k_tile, dk_CK, is_async=True)
             later_C = gl.sum(pairs_CC, 1)
             earlier_C = gl.sum(pairs_CC, 0)
-            # Before the sums: without those, decays cannot be so far ahead that it has read the next states as well.
-            mbarrier.wait(bars.index(STATES_READ), phase)
             mbarrier.wait(bars.index(SUMS_EMPTY), phase ^ 1)
             shared_rows.index(LATER).store(later_C)
             shared_rows.index(EARLIER).store(earlier_C)
+            shared_rows.index(STATE).slice(0, BLOCK_V).store(state_V)
             mbarrier.arrive(bars.index(SUMS_FULL), count=1)
             dk_CK = warpgroup_mma_wait(0, deps=(dk_CK,))
             if NORMALIZE:
@@ -469,7 +481,7 @@ def _pairs(
                 dk_CK = dk_CK - k_CK * along_C[:, None]
             mbarrier.arrive(empty.index(stage), count=1)
             if t + C <= end:
-                # All values wants of G of this block was done before it sent u, all decays wants before it said so.
+                # All that values wants of G of this block was done before it sent u.
                 dk_tile = dk_tiles.index((blocks - 1) % BLOCKS if BLOCK_V == C else 0)
                 dk_tile.store(dk_CK.to(dtype))
                 fence_async_shared()
@@ -483,16 +495,13 @@ def _pairs(
 
 @gluon.jit
 def _decays(
-    dlog_decay, s_tiles, g_tiles, shared_rows, full, empty, bars, gates, lengths, batch, length, heads, chunks,
-    K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr,
+    dlog_decay, shared_rows, bars, gates, lengths, batch, length, heads, chunks, BLOCK_V: gl.constexpr,
 ):  # fmt: skip
-    """Make the product of the states with their gradients, and with what both others have summed that of log a."""
+    """Make the gradient of log a of what both others have summed."""
     C: gl.constexpr = 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [gl.num_warps(), 1], [1, 0])
-    ROWS: gl.constexpr = 8
     line: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    values: gl.constexpr = gl.BlockedLayout([BLOCK_V // 32], [32], [gl.num_warps()], [0])
     taken = 0
-    blocks = 0
     step_head, step_chunk, step_row = _digits(gl.num_programs(0), heads, chunks)
     head, chunk, row = _digits(gl.program_id(0), heads, chunks)
     while row < batch:
@@ -501,29 +510,17 @@ def _decays(
         if t >= end:
             _store_gates(dlog_decay, gl.zeros([C], gl.float32, line), t, row, head, end, length, heads)
         else:
-            phase = taken & 1
             place = ((row * heads + head) * chunks + chunk).to(gl.int64)
             last = gl.load(gates + place * C + C - 1)
-            dlast_VK = gl.zeros([ROWS, K], gl.float32, layout)
-            for _ in gl.static_range(0, V, BLOCK_V):
-                slot = blocks % BLOCKS
-                mbarrier.wait(full.index(CHUNKS + slot), (blocks // BLOCKS) & 1)
-                for part in gl.static_range(0, BLOCK_V, ROWS):
-                    s_VK = s_tiles.index(slot).slice(part, ROWS, dim=0).load(layout).to(gl.float32)
-                    g_VK = g_tiles.index(slot).slice(part, ROWS, dim=0).load(layout).to(gl.float32)
-                    dlast_VK += s_VK * g_VK
-                mbarrier.arrive(empty.index(CHUNKS + slot), count=1)
-                blocks += 1
-            mbarrier.arrive(bars.index(STATES_READ), count=1)
-            dlast = gl.sum(gl.sum(dlast_VK, 1), 0)
-            mbarrier.wait(bars.index(SUMS_FULL), phase)
+            mbarrier.wait(bars.index(SUMS_FULL), taken & 1)
             dg_C = shared_rows.index(DG).load(line)
             dg_C += shared_rows.index(LATER).load(line) - shared_rows.index(EARLIER).load(line)
             after_C = shared_rows.index(AFTER).load(line)
+            state_V = shared_rows.index(STATE).slice(0, BLOCK_V).load(values)
             mbarrier.arrive(bars.index(SUMS_EMPTY), count=1)
             # The decay of the state counts at all positions. What the write at j leaves in the state after the chunk
             # sees the decays after j: a sum over earlier writes.
-            dlog_a_C = gl.associative_scan(dg_C, 0, _add, reverse=True) + dlast * gl.exp2(last)
+            dlog_a_C = gl.associative_scan(dg_C, 0, _add, reverse=True) + gl.sum(state_V, 0) * gl.exp2(last)
             dlog_a_C += gl.associative_scan((gl.zeros([C], gl.float32, line), after_C), 0, _add_before)[0]
             _store_gates(dlog_decay, dlog_a_C, t, row, head, end, length, heads)
             taken += 1
@@ -575,7 +572,7 @@ def specialized_gradients_kernel(
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(CHUNKS, CHUNKS + BLOCKS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=3)
+        mbarrier.init(empty.index(i), count=2)
     mbarrier.init(full.index(CHUNKS + BLOCKS), count=1)
     for i in gl.static_range(BARRIERS):
         mbarrier.init(bars.index(i), count=2 if i == SUMS_FULL else 1)
@@ -598,7 +595,6 @@ def specialized_gradients_kernel(
             stride_bt, stride_bh, K, V, BLOCK_V, NORMALIZE, CHUNKS, BLOCKS,
         )),
         (_decays, (
-            dlog_decay, s_tiles, g_tiles, shared_rows, full, empty, bars, gates, lengths, batch, length, heads, chunks,
-            K, V, BLOCK_V, CHUNKS, BLOCKS,
+            dlog_decay, shared_rows, bars, gates, lengths, batch, length, heads, chunks, BLOCK_V,
         )),
     ], [4, 1, 1], [VALUES_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
