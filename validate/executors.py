@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -11,10 +12,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from export.onnx_export import floating_dtype
 from validate.bf16 import hold_bf16_in_fp32
+from zoo.kernels.ragged import accumulation_dtype
+from zoo.layers.residual_quantizer import Quantized, ResidualQuantizer
 from zoo.models.parts import Part
 from zoo.signature import Signature, TensorSpec
 
@@ -38,14 +41,46 @@ class TorchExecutor:
         self.module = copy.deepcopy(part.module).to(dtype).eval()
 
     @torch.no_grad()
-    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run; floating inputs are converted first."""
+    def __call__(self, inputs: Mapping[str, Tensor], codes: Tensor | None = None) -> dict[str, Tensor]:
+        """Run; floating inputs are converted first.
+
+        Args:
+            inputs: by name.
+            codes: int64 [B, L, R], which the quantiser of a part that has one takes instead of the nearest.
+        """
         values = [(spec, inputs[spec.name]) for spec in self.signature.inputs]
-        outputs = self.module(
-            *(x.to(floating_dtype(spec, self.dtype)) if x.is_floating_point() else x for spec, x in values)
-        )
+        with _choosing(self.module, codes):
+            outputs = self.module(
+                *(x.to(floating_dtype(spec, self.dtype)) if x.is_floating_point() else x for spec, x in values)
+            )
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return {spec.name: value for spec, value in zip(self.signature.outputs, outputs, strict=True)}
+
+
+@contextmanager
+def _choosing(module: nn.Module, codes: Tensor | None) -> Iterator[None]:
+    """Within, the quantiser in ``module`` chooses ``codes``, moved into its range, if they are given."""
+    quantizers = [found for found in module.modules() if isinstance(found, ResidualQuantizer) and codes is not None]
+
+    def chosen(quantizer: ResidualQuantizer) -> Callable[[Tensor, Tensor], Quantized]:
+        def forward(x: Tensor, valid: Tensor) -> Quantized:
+            assert codes is not None
+            wide = x.to(accumulation_dtype(x.dtype))
+            inside = codes.clamp(0, quantizer.codebooks.shape[1] - 1)
+            residual = wide
+            for codebook, index in zip(quantizer.codebooks.to(wide.dtype), inside.unbind(-1), strict=True):
+                residual = residual - codebook[index]
+            return Quantized(codes, wide - residual, wide.new_zeros(()))
+
+        return forward
+
+    try:
+        for quantizer in quantizers:
+            quantizer.__dict__["forward"] = chosen(quantizer)
+        yield
+    finally:
+        for quantizer in quantizers:
+            del quantizer.__dict__["forward"]
 
 
 class OrtExecutor:

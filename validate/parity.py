@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from export.onnx_export import DTYPES, floating_dtype
-from validate.executors import Executor
+from validate.executors import Executor, TorchExecutor
 from validate.inputs import Case, cases, draw_inputs
 from validate.report import Check
 from validate.tolerance import deviation
@@ -29,8 +29,8 @@ class _Sample:
 
 def check_parity(
     parts: Sequence[Part],
-    exact: Mapping[str, Executor],
-    low: Mapping[str, Executor],
+    exact: Mapping[str, TorchExecutor],
+    low: Mapping[str, TorchExecutor],
     executors: Mapping[str, Executor],
     dtype: str,
     length: int,
@@ -40,6 +40,9 @@ def check_parity(
 
     The norms of the tolerance rule run over all cases of the length together. A part has one check for each output
     (and each value of a selector such as ``digit``), and one for each case that could not be run.
+
+    Where a file chooses memory codes, both references take its choices: of two codes that rounding cannot tell apart
+    either is right, and all that follows from the choice differs. ``validate.codes`` judges the choices themselves.
     """
     torch_dtype = DTYPES[dtype]
     samples: dict[tuple[str, str], _Sample] = {}
@@ -48,21 +51,19 @@ def check_parity(
         for part in parts:
             specs = part.signature.outputs
             for label, inputs in _variants(part, case, known, torch_dtype):
-                ref64 = exact[part.name](inputs)
+                outputs: dict[str, Tensor] = {}
+                if part.name in executors:
+                    try:
+                        outputs = executors[part.name](inputs)
+                    except Exception as error:  # whatever the executor raises is the finding
+                        subject = f"{executors[part.name].name}, {_named(case)}{label}"
+                        yield Check("parity", part.name, dtype, subject, False, sentence(error))
+                codes = _choices(outputs, part, case)
+                ref64 = exact[part.name](inputs, codes)
                 known |= {spec.name: ref64[spec.name].to(floating_dtype(spec, torch_dtype)) for spec in specs}
                 known["lengths"] = inputs["lengths"]
-                if part.name not in executors:
-                    continue
-                try:
-                    outputs = executors[part.name](inputs)
-                except Exception as error:  # whatever the executor raises is the finding
-                    subject = f"{executors[part.name].name}, {_named(case)}{label}"
-                    yield Check("parity", part.name, dtype, subject, False, sentence(error))
-                    continue
-                ref_lo = low[part.name](inputs)
+                ref_lo = low[part.name](inputs, codes) if outputs else {}
                 for name, out in outputs.items():
-                    if name == CODES:  # choices, which ``validate.codes`` judges
-                        continue
                     sample = samples.setdefault((part.name, name + label), _Sample())
                     sample.cases.append(case)
                     sample.out.append(out)
@@ -70,6 +71,13 @@ def check_parity(
                     sample.ref_lo.append(ref_lo[name])
     for (part_name, output), sample in samples.items():
         yield _judge(sample, part_name, output, executors[part_name].name, dtype, length)
+
+
+def _choices(outputs: dict[str, Tensor], part: Part, case: Case) -> Tensor | None:
+    """Take the codes out of a file's outputs; None where there are none of the right shape."""
+    codes = outputs.pop(CODES, None)
+    shapes = {spec.name: spec.resolved_shape(case.sizes) for spec in part.signature.outputs}
+    return codes if codes is not None and tuple(codes.shape) == tuple(shapes[CODES]) else None
 
 
 def sentence(error: Exception) -> str:

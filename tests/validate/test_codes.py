@@ -5,6 +5,7 @@ import torch
 
 from validate.codes import check_codes
 from validate.executors import TorchExecutor
+from validate.parity import check_parity
 from zoo.models.sinkrec import CODES, PRESETS, SinkRec
 
 SIZES = {"num_items": 50, "window": 8, "codebook_size": 16, "num_loops": 1, "group": "T"}
@@ -69,3 +70,32 @@ def test_codes_of_float16_arithmetic_pass_by_its_own_rounding(model):
     chosen = model.parts()[0]
     found = check_codes(model, chosen, Changed(chosen, lambda codes: codes, torch.float16), "fp16", 65, 0)
     assert found.ok
+
+
+class Following(Changed):
+    """An executor of a file that goes on from its own codes, be they changed or not."""
+
+    def __call__(self, inputs):
+        return self.inner(inputs, self.change(self.inner(inputs)[CODES]))
+
+
+def test_what_follows_from_a_tie_is_compared_with_what_follows_from_it_in_the_reference(model):
+    for level in model.memory.quantizer.training_side.layers:
+        level._codebook.embed[0, 8:] = level._codebook.embed[0, :8] + 0.01
+    parts = model.parts()
+    exact, low = ({part.name: TorchExecutor(part, dtype) for part in parts} for dtype in (torch.float64, torch.float32))
+
+    def checks(executor):
+        executors = {part.name: executor(part, lambda codes: (codes + 8) % 16) for part in parts}
+        return list(check_parity(parts, exact, low, executors, "fp32", 9, 0))
+
+    found = checks(Following)
+    assert len(found) == 16 and all(check.ok for check in found)
+    assert not all(check.ok for check in checks(Changed))
+
+
+def test_codes_of_a_wrong_shape_are_not_followed(model):
+    part = model.parts()[0]
+    exact, low = ({part.name: TorchExecutor(part, dtype)} for dtype in (torch.float64, torch.float32))
+    executors = {part.name: Changed(part, lambda codes: codes[..., :1])}
+    assert all(check.ok for check in check_parity([part], exact, low, executors, "fp32", 9, 0))
