@@ -234,6 +234,9 @@ def op_arguments(batch=2, length=5, *, with_state=True, transposed=False, requir
 def test_the_registration_passes_opcheck(length, options):
     arguments = op_arguments(length=length, requires_grad=True, **options)
     torch.library.opcheck(torch.ops.zoo.gated_delta_rule.default, arguments)
+    # What the reference keeps is NaN, which test_aot_dispatch_dynamic would call different: see the kernels' test.
+    utils = "test_schema", "test_faketensor", "test_autograd_registration"
+    torch.library.opcheck(torch.ops.zoo.gated_delta_rule_training.default, arguments, test_utils=utils)
 
 
 @pytest.mark.parametrize("length", [0, 5])
@@ -242,7 +245,8 @@ def test_the_registration_passes_opcheck(length, options):
 def test_the_backward_passes_opcheck(length, options, of_state):
     arguments = op_arguments(length=length, **options)
     grad_o, grad_state = draw_grads(Inputs(*arguments[:6]))
-    arguments = (grad_o, grad_state if of_state else None, *arguments)
+    kept = (torch.empty(0) for _ in range(4))
+    arguments = (grad_o, grad_state if of_state else None, *arguments[:7], *kept, *arguments[7:])
     torch.library.opcheck(torch.ops.zoo.gated_delta_rule_backward.default, arguments)
 
 

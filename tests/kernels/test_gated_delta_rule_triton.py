@@ -364,5 +364,20 @@ def test_the_registrations_pass_opcheck():
     inputs = each(draw(2, 5, 1, 16, 16, torch.float32), torch.Tensor.requires_grad_)
     arguments = (*inputs, as_lengths([5, 2]), 0.25, True)
     torch.library.opcheck(torch.ops.zoo.gated_delta_rule.default, arguments)
-    backward = (*draw_grads(inputs), *each(inputs, torch.Tensor.detach), as_lengths([5, 2]), 0.25, True)
+    torch.library.opcheck(torch.ops.zoo.gated_delta_rule_training.default, arguments)
+    kept = [x.detach() for x in torch.ops.zoo.gated_delta_rule_training(*arguments)[2:]]
+    backward = (*draw_grads(inputs), *each(inputs, torch.Tensor.detach), as_lengths([5, 2]), *kept, 0.25, True)
     torch.library.opcheck(torch.ops.zoo.gated_delta_rule_backward.default, backward)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("length", [0, 3, 70])
+def test_what_the_forward_keeps_changes_no_bit(length, normalize):
+    inputs = draw(2, length, 1, 16, 16, torch.float32)
+    tensors = each(inputs._replace(k=inputs.k / 4), lambda x: x.clone().requires_grad_())
+    lengths = as_lengths([length, length // 2])
+    results = []
+    for op in (torch.ops.zoo.gated_delta_rule_training, torch.ops.zoo.gated_delta_rule):
+        o, state, *_ = op(*tensors, lengths, 0.25, normalize)
+        results.append([o, state, *torch.autograd.grad((o.sin().sum(), state.cos().sum()), tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -53,19 +53,26 @@ def choose_backward(inputs: Inputs) -> Choice:
     return choice
 
 
-def solve(inputs: Inputs, lengths: Tensor, normalize: bool, config: SolveConfig | None = None) -> Solved:
-    """Return T diag(b), gates and norms of all chunks; what is wholly padding is not written."""
-    k, log_decay, beta = rows_together(inputs.k), inputs.log_decay, inputs.beta
-    batch, length, heads, key_dim = k.shape
+def empty_solved(k: Tensor, normalize: bool) -> Solved:
+    """Return tensors for what ``solve`` writes for keys [B, T, H, K]."""
+    batch, length, heads, _ = k.shape
     chunks = -(-length // CHUNK)
     gates = torch.empty(batch, heads, chunks, CHUNK, dtype=torch.float32, device=k.device)
-    solved = Solved(
+    return Solved(
         torch.empty(batch, heads, chunks, CHUNK, CHUNK, dtype=k.dtype, device=k.device),
         gates,
         torch.empty_like(gates) if normalize else gates,
         torch.empty(batch, heads, chunks, dtype=torch.float32, device=k.device),
     )
-    if not gates.numel():
+
+
+def solve(inputs: Inputs, lengths: Tensor, normalize: bool, config: SolveConfig | None = None) -> Solved:
+    """Return T diag(b), gates and norms of all chunks; what is wholly padding is not written."""
+    k, log_decay, beta = rows_together(inputs.k), inputs.log_decay, inputs.beta
+    batch, length, heads, key_dim = k.shape
+    chunks = -(-length // CHUNK)
+    solved = empty_solved(k, normalize)
+    if not solved.gates.numel():
         return solved
     arguments = k, log_decay, beta, lengths, *solved, length, heads, chunks
     strides = *k.stride()[:3], *log_decay.stride(), *beta.stride()
@@ -94,6 +101,7 @@ def forward(
     solve_with: SolveConfig | None = None,
     walk_with: WalkConfig | None = None,
     cut: Segments | None = None,
+    solved: Solved | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, T, H, V] and the final state [B, H, K, V].
 
@@ -105,6 +113,7 @@ def forward(
         solve_with: parameters of the inverse; default: the table's.
         walk_with: parameters of the walk; default: the table's.
         cut: segments of the walk; default: by the rule.
+        solved: what ``solve`` returns, if it is there already.
     """
     batch, length, heads, key_dim = inputs.q.shape
     value_dim = inputs.v.shape[3]
@@ -113,7 +122,7 @@ def forward(
     if batch and length <= LONGEST_STEP and solve_with is walk_with is cut is None:
         _step(inputs, lengths, o, final, scale, normalize)
     elif batch:
-        solved = solve(inputs, lengths, normalize, solve_with)
+        solved = solved or solve(inputs, lengths, normalize, solve_with)
         walk = Walk(inputs, lengths, solved, normalize, walk_with, cut)
         walk("output", walk.initial_states(), o=o, final=final, scale=scale)
     return o, final
@@ -131,6 +140,7 @@ def backward(
     walk_back_with: WalkConfig | None = None,
     gradients_with: GradientsConfig | None = None,
     cut: Segments | None = None,
+    solved: Solved | None = None,
 ) -> Inputs:
     """Return the gradients of all inputs, that of the initial state even where it was None; deterministic.
 
@@ -146,6 +156,7 @@ def backward(
         walk_back_with: parameters of the walk back.
         gradients_with: parameters of the kernel that writes the other gradients.
         cut: segments of both walks; default: by the rule.
+        solved: what ``solve`` returned in the forward, if it was kept.
     """
     batch, length, heads, key_dim = inputs.q.shape
     value_dim, device, dtype = inputs.v.shape[3], inputs.q.device, inputs.q.dtype
@@ -154,7 +165,7 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=device) for x in inputs[:3])
     dlog_decay, dbeta = (torch.empty(batch, length, heads, dtype=torch.float32, device=device) for _ in range(2))
     if batch:
-        solved = solve(inputs, lengths, normalize, solve_with)
+        solved = solved or solve(inputs, lengths, normalize, solve_with)
         walk = Walk(inputs, lengths, solved, normalize, walk_with, cut)
         states = torch.empty(batch, heads, walk.chunks, value_dim, key_dim, dtype=dtype, device=device)
         grad_states = torch.empty_like(states)

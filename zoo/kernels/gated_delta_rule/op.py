@@ -11,6 +11,7 @@ from zoo.errors import DTypeError, ShapeError
 from zoo.kernels.gated_delta_rule import launch
 from zoo.kernels.gated_delta_rule.chunked import gated_delta_rule_chunked, gated_delta_rule_chunked_backward
 from zoo.kernels.gated_delta_rule.reference import Inputs
+from zoo.kernels.gated_delta_rule.walks import Solved
 from zoo.kernels.ragged import FLOAT_DTYPES, accumulation_dtype, check_batch, check_device, check_no_tangent
 
 _NAME = "gated_delta_rule"
@@ -52,7 +53,13 @@ def gated_delta_rule(
     check_no_tangent(_NAME, q, k, v, log_decay, beta, *([] if initial_state is None else [initial_state]))
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
-    return torch.ops.zoo.gated_delta_rule(q, k, v, log_decay, beta, initial_state, lengths, scale, normalize)
+    arguments = q, k, v, log_decay, beta, initial_state, lengths, scale, normalize
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:6])
+    # An exported graph holds the op that has an ONNX form.
+    if learns and not torch.compiler.is_exporting():
+        o, state, *_ = torch.ops.zoo.gated_delta_rule_training(*arguments)
+        return o, state
+    return torch.ops.zoo.gated_delta_rule(*arguments)
 
 
 @torch.library.custom_op(f"zoo::{_NAME}", mutates_args=())
@@ -67,14 +74,52 @@ def _forward(
     scale: float,
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:
+    return _run(Inputs(q, k, v, log_decay, beta, initial_state), lengths, scale, normalize, None)
+
+
+@torch.library.custom_op(f"zoo::{_NAME}_training", mutates_args=())
+def _training(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    lengths: Tensor,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The op with what ``solve`` found, which its backward would otherwise compute again; of the reference all NaN.
+
+    Its shape is that of the kernels': compiled graphs are cached, and a cache outlives the choice of the two. (All of
+    one call, forward and backward, must run under one choice.) Norms are empty if keys are not normalised.
+    """
     inputs = Inputs(q, k, v, log_decay, beta, initial_state)
     _check(inputs, lengths)
-    check_batch(_NAME, "q", q, lengths)
+    if launch.choose_backward(inputs).ok:
+        solved = launch.solve(inputs, lengths.contiguous(), normalize)
+        outputs = _run(inputs, lengths, scale, normalize, solved)
+    else:
+        solved = Solved(*(part.fill_(torch.nan) for part in launch.empty_solved(k, normalize)))
+        outputs = _run(inputs, lengths, scale, normalize, None)
+    return *outputs, *_kept(solved, normalize)
+
+
+def _run(
+    inputs: Inputs, lengths: Tensor, scale: float, normalize: bool, solved: Solved | None
+) -> tuple[Tensor, Tensor]:
+    _check(inputs, lengths)
+    check_batch(_NAME, "q", inputs.q, lengths)
     if launch.choose(inputs).ok:
-        return launch.forward(inputs, lengths.contiguous(), scale, normalize)
+        return launch.forward(inputs, lengths.contiguous(), scale, normalize, solved=solved)
     # The reference multiplies float32 matrices; an autocast around the op must not narrow them.
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(inputs.q.device.type, enabled=False):
         return gated_delta_rule_chunked(inputs, lengths, scale, normalize)
+
+
+def _kept(solved: Solved, normalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    norms = solved.norms if normalize else solved.gates.new_empty(0)
+    return solved.inverse, solved.gates, norms, solved.bounds
 
 
 @torch.library.custom_op(f"zoo::{_NAME}_backward", mutates_args=())
@@ -88,13 +133,21 @@ def _backward(
     beta: Tensor,
     initial_state: Tensor | None,
     lengths: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    norms: Tensor,
+    bounds: Tensor,
     scale: float,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, log_decay, beta and of the initial state, the last even where that is None."""
+    """Return the gradients of q, k, v, log_decay, beta and of the initial state, the last even where that is None.
+
+    ``inverse`` to ``bounds`` are what the forward kept, or empty.
+    """
     inputs = Inputs(q, k, v, log_decay, beta, initial_state)
     if launch.choose_backward(inputs).ok:
-        gradients = launch.backward(grad_o, grad_state, inputs, lengths.contiguous(), scale, normalize)
+        solved = Solved(inverse, gates, norms if normalize else gates, bounds) if inverse.numel() else None
+        gradients = launch.backward(grad_o, grad_state, inputs, lengths.contiguous(), scale, normalize, solved=solved)
     else:
         with torch.autocast(q.device.type, enabled=False):
             gradients = gated_delta_rule_chunked_backward(grad_o, grad_state, inputs, lengths, scale, normalize)
@@ -108,6 +161,12 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, lengths = Inputs(*arguments[:6]), arguments[6]
     _check(inputs, lengths)
     return torch.empty(inputs.v.shape, dtype=inputs.q.dtype, device=inputs.q.device), _empty_state(inputs)
+
+
+@_training.register_fake
+def _training_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    normalize = arguments[8]
+    return *_forward_fake(*arguments), *_kept(launch.empty_solved(arguments[1], normalize), normalize)
 
 
 @_backward.register_fake
@@ -126,20 +185,25 @@ def _empty_state(inputs: Inputs) -> Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.scale, ctx.normalize = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
+    kept = output[2:]
+    if kept:
+        ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(*tensors, *(kept or (tensors[1].new_empty(0) for _ in Solved._fields)))
 
 
-def _autograd(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, lengths = ctx.saved_tensors
+def _autograd(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    inputs, rest = saved[:6], saved[6:]
     if grad_o is None:
         grad_o = torch.zeros_like(inputs[2])
     *gradients, state = torch.ops.zoo.gated_delta_rule_backward(
-        grad_o, grad_state, *inputs, lengths, ctx.scale, ctx.normalize
+        grad_o, grad_state, *inputs, *rest, ctx.scale, ctx.normalize
     )
     return *gradients, state if inputs[5] is not None else None, None, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
+_training.register_autograd(_autograd, setup_context=_setup_context)
 
 
 def _check(inputs: Inputs, lengths: Tensor) -> None:
