@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import gate, limits, peers, tables, timing
+from benchmarks.shapes import numbers_of
 from benchmarks.timing import Candidate
 from validate.tolerance import deviation
 from zoo.errors import ConfigError
@@ -58,10 +59,7 @@ def measure(
 
 
 def _size(shape: str) -> limits.DeltaRuleSize:
-    try:
-        return limits.DeltaRuleSize(*(int(word) for word in shape.split("x")))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"gated_delta cannot read the shape {shape!r}; write it BxTxHxD, as 8x2048x16x128") from error
+    return limits.DeltaRuleSize(*numbers_of("gated_delta", shape, "BxTxHxD", "8x2048x16x128"))
 
 
 class _Problem:

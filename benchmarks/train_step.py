@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import gate, limits, tables, timing
+from benchmarks.shapes import numbers_of
 from zoo.errors import ConfigError
 from zoo.layers import AttentionPlan
 from zoo.layers.attention_plan import attention_mask
@@ -64,7 +65,7 @@ def measure(
     }
     shares = {name: _admit(name, config, targets, device) for name, config in configs.items()}
     for shape in shapes.split(","):
-        batch, length = map(int, shape.split("x"))
+        batch, length = numbers_of("train_step", shape, "BxT", "8x8192")
         sides: dict[str, dict[str, Any]] = {name: {} for name in configs}
         for way in compile.split(","):
             for name, config in configs.items():

@@ -24,6 +24,7 @@ from benchmarks import (
     timing,
     train_step,
 )
+from benchmarks.shapes import numbers_of
 from zoo.errors import ConfigError, DataError, ParityError
 from zoo.layers import GatedBidirectionalLinearAttention
 
@@ -382,3 +383,10 @@ def test_the_table_of_the_schedule_says_what_the_rule_loses():
 def test_the_schedule_is_measured_with_the_decays_it_knows(played):
     with pytest.raises(ConfigError, match="no decay 'some'; use usual or none"):
         next(delta_schedule.measure(decay="some"))
+
+
+def test_shapes_are_read_and_others_refused():
+    assert numbers_of("b", "8x2048", "BxT", "8x8192") == (8, 2048)
+    for shape in ("8", "8x0", "8x-1", "8x2x3", "", "8xa", "8x2.5"):
+        with pytest.raises(ConfigError, match="write it BxT, each 1 or more, as 8x8192"):
+            numbers_of("b", shape, "BxT", "8x8192")

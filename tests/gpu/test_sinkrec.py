@@ -11,7 +11,7 @@ ITEMS = 200
 
 def model_of(twin, **overrides):
     torch.manual_seed(0)
-    overrides = {"num_items": ITEMS, "window": 32, **overrides}
+    overrides = {"num_items": ITEMS, "window": 32, "dropout": 0.0, **overrides}
     return presets.build(presets.resolve("sinkrec-tiny", twin=twin, overrides=overrides))
 
 
