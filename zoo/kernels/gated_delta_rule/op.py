@@ -74,7 +74,10 @@ def _forward(
     scale: float,
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _run(Inputs(q, k, v, log_decay, beta, initial_state), lengths, scale, normalize, None)
+    inputs = Inputs(q, k, v, log_decay, beta, initial_state)
+    _check(inputs, lengths)
+    check_batch(_NAME, "q", q, lengths)
+    return _run(inputs, lengths, scale, normalize, None)
 
 
 @torch.library.custom_op(f"zoo::{_NAME}_training", mutates_args=())
@@ -96,6 +99,7 @@ def _training(
     """
     inputs = Inputs(q, k, v, log_decay, beta, initial_state)
     _check(inputs, lengths)
+    check_batch(_NAME, "q", q, lengths)
     if launch.choose_backward(inputs).ok:
         solved = launch.solve(inputs, lengths.contiguous(), normalize)
         outputs = _run(inputs, lengths, scale, normalize, solved)
@@ -108,8 +112,7 @@ def _training(
 def _run(
     inputs: Inputs, lengths: Tensor, scale: float, normalize: bool, solved: Solved | None
 ) -> tuple[Tensor, Tensor]:
-    _check(inputs, lengths)
-    check_batch(_NAME, "q", inputs.q, lengths)
+    """Run the kernels or the reference; ``solved`` is what the kernels' first one found, if it is there already."""
     if launch.choose(inputs).ok:
         return launch.forward(inputs, lengths.contiguous(), scale, normalize, solved=solved)
     # The reference multiplies float32 matrices; an autocast around the op must not narrow them.
