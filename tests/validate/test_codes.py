@@ -99,3 +99,26 @@ def test_codes_of_a_wrong_shape_are_not_followed(model):
     exact, low = ({part.name: TorchExecutor(part, dtype)} for dtype in (torch.float64, torch.float32))
     executors = {part.name: Changed(part, lambda codes: codes[..., :1])}
     assert all(check.ok for check in check_parity([part], exact, low, executors, "fp32", 9, 0))
+
+
+class Recording(Changed):
+    """An executor that keeps its inputs."""
+
+    def __init__(self, part):
+        super().__init__(part, lambda codes: codes)
+        self.seen = []
+
+    def __call__(self, inputs):
+        self.seen.append(inputs)
+        return super().__call__(inputs)
+
+
+def test_codes_are_judged_on_the_very_inputs_on_which_they_are_followed(model):
+    parts = model.parts()
+    exact, low = ({part.name: TorchExecutor(part, dtype) for part in parts} for dtype in (torch.float64, torch.float32))
+    followed, judged = ({part.name: Recording(part) for part in parts} for _ in range(2))
+    list(check_parity(parts, exact, low, followed, "fp32", 9, 0))
+    for part in parts:
+        check_codes(model, part, judged[part.name], "fp32", 9, 0)
+        pairs = list(zip(followed[part.name].seen, judged[part.name].seen, strict=True))
+        assert pairs and all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
