@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from export.onnx_export import floating_dtype
 from validate.bf16 import hold_bf16_in_fp32
-from zoo.kernels.ragged import accumulation_dtype
-from zoo.layers.residual_quantizer import Quantized, ResidualQuantizer
+from zoo.layers import ResidualQuantizer
 from zoo.models.parts import Part
 from zoo.signature import Signature, TensorSpec
 
@@ -62,25 +61,14 @@ def _choosing(module: nn.Module, codes: Tensor | None) -> Iterator[None]:
     """Within, the quantiser in ``module`` chooses ``codes``, moved into its range, if they are given."""
     quantizers = [found for found in module.modules() if isinstance(found, ResidualQuantizer) and codes is not None]
 
-    def chosen(quantizer: ResidualQuantizer) -> Callable[[Tensor, Tensor], Quantized]:
-        def forward(x: Tensor, valid: Tensor) -> Quantized:
-            assert codes is not None
-            wide = x.to(accumulation_dtype(x.dtype))
-            inside = codes.clamp(0, quantizer.codebooks.shape[1] - 1)
-            residual = wide
-            for codebook, index in zip(quantizer.codebooks.to(wide.dtype), inside.unbind(-1), strict=True):
-                residual = residual - codebook[index]
-            return Quantized(codes, wide - residual, wide.new_zeros(()))
-
-        return forward
-
     try:
         for quantizer in quantizers:
-            quantizer.__dict__["forward"] = chosen(quantizer)
+            assert codes is not None
+            quantizer.chosen = codes.clamp(0, quantizer.codebooks.shape[1] - 1)
         yield
     finally:
         for quantizer in quantizers:
-            del quantizer.__dict__["forward"]
+            quantizer.chosen = None
 
 
 class OrtExecutor:

@@ -38,11 +38,15 @@ class ResidualQuantizer(nn.Module):
         codebook_size: codes a level.
         decay: of the moving averages.
         dead_below: a code whose moving count is below this is drawn anew.
+
+    Attributes:
+        chosen: int64 [B, L, R], codes to take instead of the nearest in evaluation, so that it follows another run's.
     """
 
     def __init__(self, width: int, levels: int, codebook_size: int, *, decay: float, dead_below: float) -> None:
         super().__init__()
         self.dead_below = dead_below
+        self.chosen: Tensor | None = None
         from vector_quantize_pytorch import ResidualVQ  # only this model needs it
 
         self.training_side = ResidualVQ(
@@ -82,19 +86,22 @@ class ResidualQuantizer(nn.Module):
                 vectors, codes, commitment = self.training_side(x.float(), mask=valid)
                 return Quantized(codes, vectors, commitment.sum())
             x = x.to(accumulation_dtype(x.dtype))
-            codes, vectors = nearest_codes(x, self.codebooks.to(x.dtype))
+            codes, vectors = nearest_codes(x, self.codebooks.to(x.dtype), self.chosen)
         return Quantized(codes, vectors, x.new_zeros(()))
 
 
-def nearest_codes(x: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
+def nearest_codes(x: Tensor, codebooks: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the codes int64 [..., R] of ``x`` [..., M] in ``codebooks`` [R, V, M], and the sums of those codes.
 
+    If ``chosen`` int64 [..., R] is given, those are the codes.
     |x - e|^2 = |x|^2 - 2 x.e + |e|^2, whose first term is the same for all codes e and left out.
     """
     residual, found = x, []
-    for codebook in codebooks.unbind(0):
-        distances = codebook.square().sum(-1) - 2 * (residual @ codebook.mT)
-        index = distances.argmin(-1)
+    for level, codebook in enumerate(codebooks.unbind(0)):
+        if chosen is None:
+            index = (codebook.square().sum(-1) - 2 * (residual @ codebook.mT)).argmin(-1)
+        else:
+            index = chosen[..., level]
         found.append(index)
         residual = residual - codebook[index]
     return torch.stack(found, -1), x - residual
