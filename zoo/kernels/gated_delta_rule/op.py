@@ -74,10 +74,8 @@ def _forward(
     scale: float,
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(q, k, v, log_decay, beta, initial_state)
-    _check(inputs, lengths)
-    check_batch(_NAME, "q", q, lengths)
-    return _run(inputs, lengths, scale, normalize, None)
+    o, state, _ = _run(Inputs(q, k, v, log_decay, beta, initial_state), lengths, scale, normalize, keep=False)
+    return o, state
 
 
 @torch.library.custom_op(f"zoo::{_NAME}_training", mutates_args=())
@@ -98,29 +96,30 @@ def _training(
     one call, forward and backward, must run under one choice.) Norms are empty if keys are not normalised.
     """
     inputs = Inputs(q, k, v, log_decay, beta, initial_state)
-    _check(inputs, lengths)
-    check_batch(_NAME, "q", q, lengths)
-    if launch.choose_backward(inputs).ok:
-        solved = launch.solve(inputs, lengths.contiguous(), normalize)
-        outputs = _run(inputs, lengths, scale, normalize, solved)
-    else:
+    o, state, solved = _run(inputs, lengths, scale, normalize, keep=True)
+    if solved is None:
         solved = Solved(*(part.fill_(torch.nan) for part in launch.empty_solved(k, normalize)))
-        outputs = _run(inputs, lengths, scale, normalize, None)
-    return *outputs, *_kept(solved, normalize)
+    return o, state, *_kept(solved, normalize)
 
 
 def _run(
-    inputs: Inputs, lengths: Tensor, scale: float, normalize: bool, solved: Solved | None
-) -> tuple[Tensor, Tensor]:
-    """Run the kernels or the reference; ``solved`` is what the kernels' first one found, if it is there already."""
+    inputs: Inputs, lengths: Tensor, scale: float, normalize: bool, *, keep: bool
+) -> tuple[Tensor, Tensor, Solved | None]:
+    """Run the kernels or the reference; ``keep`` asks for what the kernels of the gradients will want again."""
+    _check(inputs, lengths)
+    check_batch(_NAME, "q", inputs.q, lengths)
     if launch.choose(inputs).ok:
-        return launch.forward(inputs, lengths.contiguous(), scale, normalize, solved=solved)
+        lengths, solved = lengths.contiguous(), None
+        if keep and launch.choose_backward(inputs).ok:
+            solved = launch.solve(inputs, lengths, normalize)
+        return *launch.forward(inputs, lengths, scale, normalize, solved=solved), solved
     # The reference multiplies float32 matrices; an autocast around the op must not narrow them.
     with torch.autocast(inputs.q.device.type, enabled=False):
-        return gated_delta_rule_chunked(inputs, lengths, scale, normalize)
+        return *gated_delta_rule_chunked(inputs, lengths, scale, normalize), None
 
 
 def _kept(solved: Solved, normalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tensors of which no two are one, as an op must: without ``normalize`` the norms are the gates."""
     norms = solved.norms if normalize else solved.gates.new_empty(0)
     return solved.inverse, solved.gates, norms, solved.bounds
 
