@@ -50,7 +50,7 @@ class Batch:
 
         The rows must be sorted by length, as those of ``TrainingBatches`` are.
         """
-        for rows, longest in _pieces(self.lengths, self.item_ids.numel(), tokens):
+        for rows, longest in _pieces(self.lengths, self.item_ids.shape, tokens):
             yield Batch(self.item_ids[rows, :longest], self.lengths[rows], self.target_codes[rows], self.weights[rows])
 
 
@@ -159,10 +159,7 @@ class SequenceBatch:
 
     def pieces(self, tokens: int) -> Iterator[SequenceBatch]:
         """Yield parts as ``Batch.pieces`` does."""
-        if not tokens or self.items.numel() <= tokens:
-            yield self
-            return
-        for rows, longest in _pieces(self.lengths, self.items.numel(), tokens):
+        for rows, longest in _pieces(self.lengths, self.items.shape, tokens):
             yield SequenceBatch(self.items[rows, :longest], self.times[rows, :longest], self.lengths[rows])
 
 
@@ -241,11 +238,11 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 
-def _pieces(lengths: Tensor, numel: int, tokens: int) -> Iterator[tuple[slice, int]]:
+def _pieces(lengths: Tensor, shape: torch.Size, tokens: int) -> Iterator[tuple[slice, int]]:
     """Yield rows and length of parts of at most ``tokens`` tokens (or one row), long rows first; 0: the whole batch."""
     end = len(lengths)
-    if not tokens or numel <= tokens:
-        yield slice(0, end), int(lengths.max())
+    if not tokens or shape.numel() <= tokens:
+        yield slice(0, end), shape[1]
         return
     while end:
         longest = int(lengths[end - 1])
