@@ -1,100 +1,151 @@
-"""Choices of the nearest code, model against exported file: an argmin must agree or be a tie."""
+"""Choices of the nearest code, model against exported file: an argmin must agree or be a tie.
+
+Rounding moves what is quantised by d, and with it the distance of code e by -2 d.e. So it may put code c before the
+nearest code n where that is farther by no more than 2 d.(n - c): codes that lie close together change places easily,
+codes far apart do not. How far d reaches along the line between two codes is measured, on PyTorch in the tested dtype.
+
+Shape suffixes: P valid positions of all cases, R levels, V codes, M memory width.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from export.onnx_export import DTYPES
-from validate.executors import Executor
-from validate.inputs import Case, cases, draw_inputs
+from validate.executors import TorchExecutor
+from validate.inputs import Case
 from validate.report import Check
 from validate.tolerance import FACTOR
-from zoo.kernels.ragged import valid_positions
+from zoo.kernels.ragged import accumulation_dtype, valid_positions
 from zoo.models.parts import Part
-from zoo.models.sinkrec import CODES, REACH, SinkRec
+from zoo.models.sinkrec import REACH, SinkRec
 
 
-def check_codes(model: SinkRec, part: Part, executor: Executor, dtype: str, length: int, seed: int) -> Check:
-    """Hold the memory codes of one part at one length to the distances in float64.
+@dataclass(frozen=True)
+class Choices:
+    """What a file chose in one case: codes int64 [B, L, R], of any values, and the inputs that it was given."""
 
-    By the tolerance rule a distance may err by twice what it errs in PyTorch in the same dtype, and one unit of
-    rounding. So two codes whose float64 distances differ by less than twice that are a tie, and either may be chosen.
-    Level by level, what is left over is that of the exported file's own choices: after a tie it goes on from its own.
+    case: Case
+    inputs: Mapping[str, Tensor]
+    codes: Tensor
+
+
+def check_codes(
+    part: Part, found: Sequence[Choices], exact: TorchExecutor, low: TorchExecutor, dtype: str, subject: str
+) -> Check:
+    """Hold the memory codes that one part chose at one length to the distances in float64.
+
+    What is quantised comes from the float64 model, the codebooks are those of the dtype, which the file holds bit by
+    bit: their rounding is known and excuses nothing. By the tolerance rule a file may move what is quantised twice as
+    far along the line between two codes as PyTorch in the same dtype moves it at most, over all positions and codes.
+    Distances are summed in float32 in files of half precision too: each may err there by twice what PyTorch's errs, and
+    one unit of rounding. A chosen code that is farther than the nearest by more than both explain is wrong; by less, it
+    is a tie. Where PyTorch overflows in the dtype, nothing is a tie.
+
+    Level by level, what is left over is that of the file's own choices: after a tie it goes on from its own.
 
     Args:
-        model: whose part it is, with a memory.
-        part: with an output of codes.
-        executor: of the exported file.
-        dtype: of the file.
-        length: of the histories.
-        seed: draws the inputs.
+        part: with a memory.
+        found: of one or more cases of the length, which are judged together.
+        exact: the part in float64.
+        low: the part in the tested dtype.
+        dtype: of the file, for the report.
+        subject: for the report.
+
+    Returns:
+        One check. Its figures count the codes compared, ties and wrong ones, and give the largest share that a code
+        other than the nearest takes of what is a tie there.
     """
-    exact, low = _encoder(model, torch.float64), _encoder(model, DTYPES[dtype])
-    first = model.parts()[0]
-    compared = ties = wrong = 0
-    detail = ""
-    for case in cases(length, seed=seed + 1000 * length):
-        # The very inputs of ``check_parity``, which follows these codes: later parts have the lengths of the first.
-        known = {} if part.name == first.name else draw_inputs(first.signature, case, {}, DTYPES[dtype])
-        known = {name: value for name, value in known.items() if name == "lengths"}
-        inputs = draw_inputs(part.signature, case, known, DTYPES[dtype])
-        found = executor(inputs)[CODES]
-        valid = valid_positions(inputs["lengths"], found.shape[1])
-        codes = found[valid]
-        for level, (gaps, allowed) in enumerate(_gaps(exact, low, inputs, codes, valid, DTYPES[dtype])):
-            compared += gaps.numel()
-            ties += int(((gaps > 0) & (gaps <= allowed)).sum())
-            over = int((gaps > allowed).sum())
-            wrong += over
-            if over and not detail:
-                detail = _sentence(case, level, float(gaps.max()), allowed)
-    subject = f"{executor.name}, length {length}, {CODES}"
-    return Check(
-        "parity", part.name, dtype, subject, not wrong, detail, {"values": compared, "ties": ties, "wrong": wrong}
-    )
+    values = ties = wrong = 0
+    share, detail = 0.0, ""
+    owners = [(choices.case, place) for choices in found for place in _valid(choices).nonzero().tolist()]
+    for level, (gaps_P, allowed_P, unknown_P) in enumerate(_levels(found, exact, low)):
+        over_P = unknown_P | ~(gaps_P <= allowed_P)  # also where a gap is not a number
+        values += gaps_P.numel()
+        ties += int(((gaps_P > 0) & ~over_P).sum())
+        wrong += int(over_P.sum())
+        share = max([share, *(gaps_P / allowed_P)[gaps_P > 0].tolist()])
+        if not detail and wrong:
+            first = int(over_P.int().argmax())
+            detail = _sentence(*owners[first], level, float(gaps_P[first]), float(allowed_P[first]))
+    figures = {"values": values, "ties": ties, "wrong": wrong, "share": share}
+    return Check("parity", part.name, dtype, subject, not wrong, detail, figures)
 
 
-def _sentence(case: Case, level: int, gap: float, allowed: float) -> str:
+def _sentence(case: Case, place: Sequence[int], level: int, gap: float, allowed: float) -> str:
     return (
-        f"a code of level {level} is farther than the nearest by {gap:.2e} (batch {case.batch}, length {case.length}, "
-        f"seed {case.seed}); up to {allowed:.2e} is a tie"
+        f"a code of level {level} is farther than the nearest by {gap:.2e} (row {place[0]}, position {place[1]} of "
+        f"batch {case.batch}, length {case.length}, seed {case.seed}); up to {allowed:.2e} is a tie"
     )
 
 
-def _encoder(model: SinkRec, dtype: torch.dtype) -> SinkRec:
-    return copy.deepcopy(model).to(dtype).eval()
+class _Level(NamedTuple):
+    """By position: how much farther than the nearest, up to what that is a tie, whether there is no such code."""
+
+    gaps_P: Tensor
+    allowed_P: Tensor
+    unknown_P: Tensor
 
 
 @torch.no_grad()
-def _gaps(
-    exact: SinkRec, low: SinkRec, inputs: Mapping[str, Tensor], codes: Tensor, valid: Tensor, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, float]]:
-    """Yield for each level how much farther than the nearest the chosen codes int64 [P, R] are, and what is a tie."""
-    left64, left_low = _encoded(exact, inputs, valid), _encoded(low, inputs, valid).double()
-    books64, books_low = exact.memory.quantizer.codebooks.double(), low.memory.quantizer.codebooks.double()
-    for level, chosen in enumerate(codes.unbind(-1)):
-        distances, rounded = _distances(left64, books64[level]), _distances(left_low, books_low[level])
-        error, size = ((rounded - distances).abs(), distances.abs())
-        bound = FACTOR * _largest(error) + torch.finfo(dtype).eps * _largest(size)
-        picked = distances.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-        yield picked - distances.amin(-1), 2 * bound
-        left64, left_low = left64 - books64[level][chosen], left_low - books_low[level][chosen]
+def _levels(found: Sequence[Choices], exact: TorchExecutor, low: TorchExecutor) -> Iterator[_Level]:
+    wide = accumulation_dtype(low.dtype)
+    left64_PM, left_PM = _encoded(exact, found), _encoded(low, found).to(wide)
+    books_RVM = _model(low).memory.quantizer.codebooks.to(wide)
+    codes_PR = torch.cat([choices.codes[_valid(choices)] for choices in found])
+    for codes_P, book_VM in zip(codes_PR.unbind(-1), books_RVM, strict=True):
+        chosen_P, book64_VM = codes_P.clamp(0, len(book_VM) - 1), book_VM.double()
+        distances_PV = _distances(left64_PM, book64_VM)
+        nearest_P = distances_PV.argmin(-1)
+        # What summing in the file's accumulation dtype changes of a distance.
+        errors_PV = _distances(left_PM, book_VM).double() - _distances(left_PM.double(), book64_VM)
+        summing = FACTOR * _largest(errors_PV) + torch.finfo(wide).eps * _largest(distances_PV)
+        # What rounding before the quantiser changes of the difference of two distances, a unit of the codes' distance.
+        moved_PV = -2 * (left_PM.double() - left64_PM) @ book64_VM.mT
+        moved_PV = moved_PV - _at(moved_PV, nearest_P).unsqueeze(-1)
+        apart_PV = (book64_VM.unsqueeze(0) - book64_VM.unsqueeze(1)).norm(dim=-1)[nearest_P]
+        slope = _largest(torch.where(apart_PV > 0, moved_PV / apart_PV, 0))
+        allowed_P = FACTOR * slope * _at(apart_PV, chosen_P) + 2 * summing
+        yield _Level(
+            gaps_P=_at(distances_PV, chosen_P) - _at(distances_PV, nearest_P),
+            allowed_P=torch.where(allowed_P.isfinite(), allowed_P, 0),
+            unknown_P=chosen_P != codes_P,
+        )
+        left64_PM, left_PM = left64_PM - book64_VM[chosen_P], left_PM - book_VM[chosen_P]
 
 
-def _encoded(model: SinkRec, inputs: Mapping[str, Tensor], valid: Tensor) -> Tensor:
-    """Return what is quantised at the valid positions, [P, M]."""
-    embedded = model.embed(inputs["items"], valid)
-    before = inputs.get("windows_before", embedded.new_zeros(embedded.shape[0], REACH, embedded.shape[2]))
-    return model.memory.encoded(embedded, before.to(embedded.dtype))[valid]
+def _valid(choices: Choices) -> Tensor:
+    return valid_positions(choices.inputs["lengths"], choices.codes.shape[1])
 
 
-def _distances(x: Tensor, codebook: Tensor) -> Tensor:
-    return codebook.square().sum(-1) - 2 * (x @ codebook.mT)
+def _model(executor: TorchExecutor) -> SinkRec:
+    modules: Iterator[nn.Module] = executor.module.modules()
+    return next(module for module in modules if isinstance(module, SinkRec))
+
+
+def _encoded(executor: TorchExecutor, found: Sequence[Choices]) -> Tensor:
+    """Return what the part quantises at the valid positions, [P, M]."""
+    model, encoded = _model(executor), []
+    for choices in found:
+        valid = _valid(choices)
+        embedded = model.embed(choices.inputs["items"], valid)
+        before = choices.inputs.get("windows_before", embedded.new_zeros(len(embedded), REACH, embedded.shape[2]))
+        encoded.append(model.memory.encoded(embedded, before.to(embedded.dtype))[valid])
+    return torch.cat(encoded)
+
+
+def _distances(x_PM: Tensor, book_VM: Tensor) -> Tensor:
+    """Return |x - e|^2 - |x|^2 of every code e, [P, V], in the order of ``nearest_codes``."""
+    return book_VM.square().sum(-1) - 2 * (x_PM @ book_VM.mT)
+
+
+def _at(x_PV: Tensor, codes_P: Tensor) -> Tensor:
+    return x_PV.gather(-1, codes_P.unsqueeze(-1)).squeeze(-1)
 
 
 def _largest(x: Tensor) -> float:
-    return float(x.max()) if x.numel() else 0.0
+    return float(x.abs().max()) if x.numel() else 0.0

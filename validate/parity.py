@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from export.onnx_export import DTYPES, floating_dtype
+from validate.codes import Choices, check_codes
 from validate.executors import Executor, TorchExecutor
 from validate.inputs import Case, cases, draw_inputs
 from validate.report import Check
@@ -42,10 +43,12 @@ def check_parity(
     (and each value of a selector such as ``digit``), and one for each case that could not be run.
 
     Where a file chooses memory codes, both references take its choices: of two codes that rounding cannot tell apart
-    either is right, and all that follows from the choice differs. ``validate.codes`` judges the choices themselves.
+    either is right, and all that follows from the choice differs. The choices that were followed are judged by one more
+    check of the part (``validate.codes``).
     """
     torch_dtype = DTYPES[dtype]
     samples: dict[tuple[str, str], _Sample] = {}
+    choices: dict[str, list[Choices]] = {}
     for case in cases(length, seed=seed + 1000 * length):
         known: dict[str, Tensor] = {}
         for part in parts:
@@ -59,6 +62,8 @@ def check_parity(
                         subject = f"{executors[part.name].name}, {_named(case)}{label}"
                         yield Check("parity", part.name, dtype, subject, False, sentence(error))
                 codes = _choices(outputs, part, case)
+                if codes is not None:
+                    choices.setdefault(part.name, []).append(Choices(case, inputs, codes))
                 ref64 = exact[part.name](inputs, codes)
                 known |= {spec.name: ref64[spec.name].to(floating_dtype(spec, torch_dtype)) for spec in specs}
                 known["lengths"] = inputs["lengths"]
@@ -71,13 +76,16 @@ def check_parity(
                     sample.ref_lo.append(ref_lo[name])
     for (part_name, output), sample in samples.items():
         yield _judge(sample, part_name, output, executors[part_name].name, dtype, length)
+    for part in parts:
+        if part.name in choices:
+            subject = f"{executors[part.name].name}, length {length}, {CODES}"
+            yield check_codes(part, choices[part.name], exact[part.name], low[part.name], dtype, subject)
 
 
 def _choices(outputs: dict[str, Tensor], part: Part, case: Case) -> Tensor | None:
-    """Take the codes out of a file's outputs; None where there are none of the right shape."""
-    codes = outputs.pop(CODES, None)
-    shapes = {spec.name: spec.resolved_shape(case.sizes) for spec in part.signature.outputs}
-    return codes if codes is not None and tuple(codes.shape) == tuple(shapes[CODES]) else None
+    """Take the codes out of a file's outputs; those of a wrong shape stay there, to be reported as such."""
+    shapes = {spec.name: tuple(spec.resolved_shape(case.sizes)) for spec in part.signature.outputs}
+    return outputs.pop(CODES) if CODES in outputs and tuple(outputs[CODES].shape) == shapes[CODES] else None
 
 
 def sentence(error: Exception) -> str:

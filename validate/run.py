@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from engines.manifest import check_manifest, load_manifest
 from export.onnx_export import DTYPES
 from export.weights import compare_weights
-from validate.codes import check_codes
 from validate.executors import Executor, OrtExecutor, TorchExecutor
 from validate.parity import check_parity, sentence
 from validate.report import Check, Report
@@ -21,7 +19,6 @@ from zoo.bundle import Bundle, tool_versions
 from zoo.errors import BundleError, ConfigError
 from zoo.models.loading import load_model
 from zoo.models.parts import Part
-from zoo.models.sinkrec import CODES, SinkRec
 
 REPORT = "reports/parity.json"
 _DEFAULT_LONGEST = 256
@@ -64,12 +61,11 @@ def validate(
     dtypes = _chosen_dtypes(exported["dtypes"], dtypes)
     manifests = _manifests(bundle)
     lengths = _chosen_lengths(lengths, manifests)
-    model = load_model(bundle)
-    parts = model.parts()
+    parts = load_model(bundle).parts()
     total = len(dtypes) * len(parts) * (1 + len(lengths)) + len(manifests)
 
     checks = [*_check_files(bundle), *_check_parts(bundle, parts)]
-    for phrase, found in _all_checks(bundle, model, parts, dtypes, lengths, manifests, seed):
+    for phrase, found in _all_checks(bundle, parts, dtypes, lengths, manifests, seed):
         checks += found
         if progress is not None:
             progress(phrase, min(len(checks), total), total)
@@ -84,7 +80,6 @@ def validate(
 
 def _all_checks(
     bundle: Bundle,
-    model: nn.Module,
     parts: Sequence[Part],
     dtypes: Sequence[str],
     lengths: Sequence[int],
@@ -107,22 +102,9 @@ def _all_checks(
             yield phrase, [_check_weights(path, name, part, dtype)]
         for length in lengths:
             found = list(check_parity(parts, exact, low, executors, dtype, length, seed))
-            if isinstance(model, SinkRec) and model.config.memory:
-                found += _check_codes(model, parts, executors, dtype, length, seed)
             yield f"{dtype}, length {length}", found
     for path in manifests:
         yield path.stem, [_check_engine(bundle, path)]
-
-
-def _check_codes(
-    model: SinkRec, parts: Sequence[Part], executors: Mapping[str, Executor], dtype: str, length: int, seed: int
-) -> Iterator[Check]:
-    for part in parts:
-        if part.name in executors:
-            try:
-                yield check_codes(model, part, executors[part.name], dtype, length, seed)
-            except Exception as error:  # whatever the executor raises is the finding
-                yield Check("parity", part.name, dtype, f"length {length}, {CODES}", False, sentence(error))
 
 
 def _manifests(bundle: Bundle) -> list[Path]:
