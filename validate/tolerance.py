@@ -43,7 +43,8 @@ class Deviation:
 def deviation(out: Tensor, ref64: Tensor, ref_lo: Tensor, dtype: torch.dtype) -> Deviation:
     """Judge ``out`` by the tolerance rule; all three of one shape, ``ref64`` in float64, ``dtype`` the tested one.
 
-    An output whose NaNs or infinities are not where those of ``ref64`` are has an infinite deviation.
+    An output whose NaNs or infinities are not where those of ``ref64`` are has an infinite deviation. Where those of
+    ``ref_lo`` are not, the dtype cannot hold the values: an overflow of the reference allows nothing but ``atol``.
     """
     if out.shape != ref64.shape:
         infinity = float("inf")
@@ -51,6 +52,8 @@ def deviation(out: Tensor, ref64: Tensor, ref_lo: Tensor, dtype: torch.dtype) ->
     if out.numel() == 0:
         return Deviation(0.0, 0.0, 0.0, 0.0, ())
     error, allowed = _error(out, ref64), _error(ref_lo, ref64)
+    if not allowed.isfinite().all():
+        allowed = torch.zeros_like(allowed)
     finite = torch.where(ref64.isfinite(), ref64, torch.zeros_like(ref64))
     # A reference of all zeros has no scale of its own: errors are then absolute.
     rms_scale = _rms(finite) or 1.0

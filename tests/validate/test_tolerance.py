@@ -41,6 +41,14 @@ def test_nan_never_passes_unless_the_reference_has_it_there():
     assert not deviation(torch.zeros(4), ref64, same, torch.float32).ok
 
 
+def test_a_reference_that_overflows_excuses_nothing():
+    ref64 = torch.full((4,), 1e5, dtype=torch.float64)
+    overflowed = ref64.half()
+    assert overflowed.isinf().all()
+    assert not deviation(torch.zeros(4).half(), ref64, overflowed, torch.float16).ok
+    assert not deviation(overflowed, ref64, overflowed, torch.float16).ok
+
+
 def test_a_wrong_shape_never_passes_and_an_empty_output_does():
     ref64 = torch.zeros(2, 0, dtype=torch.float64)
     assert deviation(ref64.float(), ref64, ref64.float(), torch.float32).ok
