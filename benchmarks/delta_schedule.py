@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from benchmarks import gated_delta, limits, tables, timing
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, DataError
 from zoo.kernels.gated_delta_rule import launch
 from zoo.kernels.gated_delta_rule.parameters import CHUNK, Segments
-from zoo.kernels.gated_delta_rule.walks import schedule
+from zoo.kernels.gated_delta_rule.walks import schedule, schedule_of
+from zoo.kernels.launch import capability, multiprocessors
 
 USUAL, NONE = "usual", "none"
 PAIRS = "1,2,4,8,16,32,64,128"
@@ -50,8 +51,8 @@ def _one(size: limits.DeltaRuleSize, decay: str, device: torch.device, generator
         sets = [inputs._replace(log_decay=torch.zeros_like(inputs.log_decay)) for inputs in sets]
     lengths = torch.full((1,), size.length, dtype=torch.int32, device=device)
     chunks = -(-size.length // CHUNK)
-    chosen = schedule(sets[0])
-    cuts = {chosen.number: chosen}
+    ruled = schedule(sets[0])
+    cuts = {ruled.number: ruled}
     for number in NUMBERS:
         each = -(-chunks // number)
         cuts.setdefault(-(-chunks // each), Segments(-(-chunks // each), each))
@@ -65,7 +66,9 @@ def _one(size: limits.DeltaRuleSize, decay: str, device: torch.device, generator
         **vars(size),
         "dtype": "bf16",
         "decay": decay,
-        "chosen": chosen.number,
+        "capability": capability(device),
+        "multiprocessors": multiprocessors(device),
+        "chosen": ruled.number,
         "graph_ms": {number: taken._asdict() for number, taken in found.items()},
     }
 
@@ -76,20 +79,33 @@ def best(row: dict[str, Any]) -> tuple[int, float]:
     return int(number), float(taken["median"])
 
 
+def chosen(row: dict[str, Any]) -> tuple[int, float]:
+    """Return the number of segments that the rule of now makes of a row, and the milliseconds that it took.
+
+    The rule may have changed since the row was measured: what it cuts now must be among the cuts tried then.
+    """
+    figures = row.get("capability", 90), row.get("multiprocessors", 132)  # before 2026-12-01: not said, an H200
+    dim = row["head_dim"]
+    number = schedule_of(row["num_heads"], row["length"], dim, dim, torch.bfloat16, *figures).number
+    if str(number) not in row["graph_ms"]:
+        raise DataError(f"{number} segments of {row['length']} positions were not measured; run delta_schedule again")
+    return number, float(row["graph_ms"][str(number)]["median"])
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text."""
     headers = ["D", "B x H", "T", "whole rows ms", "segments", "ms", "gain", "best", "best ms", "lost to best"]
     lines = []
     for row in rows:
-        whole, mine = (row["graph_ms"][str(number)]["median"] for number in (1, row["chosen"]))
-        number, least = best(row)
+        whole = row["graph_ms"]["1"]["median"]
+        (cut, mine), (number, least) = chosen(row), best(row)
         lines.append(
             [
-                row["head_dim"], row["num_heads"], row["length"], whole, row["chosen"], mine,
+                row["head_dim"], row["num_heads"], row["length"], whole, cut, mine,
                 tables.times(whole / mine), number, least, tables.share(mine / least - 1),
             ]
         )  # fmt: skip
     notes = [
-        "bf16, forward in a CUDA graph, median. Segments: as `parameters.segments` cuts a row; best: of all tried."
+        "bf16, forward in a CUDA graph, median. Segments: as `parameters.segments` cuts a row now; best: of all tried."
     ]
     return tables.render(headers, lines, notes)

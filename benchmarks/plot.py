@@ -108,8 +108,7 @@ def _schedule(figure: Figure, content: Mapping[str, Any]) -> None:
         gains = [[float("nan")] * len(lengths) for _ in pairs]
         for row in (row for row in rows if row["head_dim"] == dim):
             y, x = pairs.index(row["num_heads"]), lengths.index(row["length"])
-            chosen, (best, least) = row["chosen"], delta_schedule.best(row)
-            took = row["graph_ms"][str(chosen)]["median"]
+            (chosen, took), (best, least) = delta_schedule.chosen(row), delta_schedule.best(row)
             gains[y][x] = row["graph_ms"]["1"]["median"] / took
             lost = f"\n({best}: {took / least - 1:+.0%})" if took > 1.03 * least else ""
             ink = "white" if gains[y][x] > 3 else "black"

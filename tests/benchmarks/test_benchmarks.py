@@ -337,8 +337,9 @@ LAYER_ROWS = [
 ]  # fmt: skip
 SCHEDULE_ROWS = [
     {
-        "head_dim": dim, "num_heads": pairs, "length": length, "chosen": 1 if pairs > 4 else 4,
-        "graph_ms": {"1": {"median": 1e-5 * length}, "4": {"median": 5e-7 * length * pairs}},
+        "head_dim": dim, "num_heads": pairs, "length": length, "chosen": 1,
+        "capability": 90, "multiprocessors": 132,
+        "graph_ms": timed(**{"1": 1e-5 * length, **{str(number): 5e-7 * length * pairs for number in range(2, 9)}}),
     }
     for dim in (64, 128) for pairs in (1, 8, 32) for length in (1024, 4096) if pairs * length < 2**17
 ]  # fmt: skip
@@ -375,9 +376,23 @@ def test_a_plot_is_drawn_from_a_result(name, rows, tmp_path, capsys):
 
 def test_the_table_of_the_schedule_says_what_the_rule_loses():
     text = delta_schedule.table(SCHEDULE_ROWS)
-    assert "lost to best" in text and "25%" in delta_schedule.table(
-        [{**SCHEDULE_ROWS[0], "chosen": 1, "graph_ms": timed(**{"1": 1.25, "4": 1.0})}]
-    )
+    row = {**SCHEDULE_ROWS[0], "length": 64, "graph_ms": timed(**{"1": 1.25, "4": 1.0})}
+    assert "lost to best" in text and "25%" in delta_schedule.table([row])
+
+
+@pytest.mark.parametrize(
+    ("result", "mean", "most"), [("delta_schedule", 0.02, 0.25), ("delta_schedule-no-decay", 0.025, 0.31)]
+)
+def test_the_rule_of_now_loses_little_to_the_best_cut_measured(result, mean, most):
+    rows = json.loads((docs.ROOT / "benchmarks" / "results" / f"{result}.json").read_text())["rows"]
+    lost = [delta_schedule.chosen(row)[1] / delta_schedule.best(row)[1] - 1 for row in rows]
+    assert len(lost) == 110 and sum(lost) / len(lost) < mean and max(lost) < most
+
+
+def test_a_cut_that_was_not_measured_is_said():
+    row = {**SCHEDULE_ROWS[0], "num_heads": 1, "length": 65536, "graph_ms": timed(**{"1": 1.0})}
+    with pytest.raises(DataError, match="segments of 65536 positions were not measured"):
+        delta_schedule.chosen(row)
 
 
 def test_the_schedule_is_measured_with_the_decays_it_knows(played):

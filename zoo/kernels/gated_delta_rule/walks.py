@@ -52,11 +52,25 @@ class Solved(NamedTuple):
 def schedule(inputs: Inputs, config: WalkConfig | None = None) -> Segments:
     """Return how the rule cuts the rows of these inputs, walked with ``config`` or the table's parameters."""
     batch, length, heads, key_dim = inputs.q.shape
-    value_dim, device = inputs.v.shape[3], inputs.q.device
-    sizes = key_dim, value_dim, inputs.q.dtype, capability(device)
+    sizes = key_dim, inputs.v.shape[3], inputs.q.dtype
+    device = inputs.q.device
+    return schedule_of(batch * heads, length, *sizes, capability(device), multiprocessors(device), config)
+
+
+def schedule_of(
+    pairs: int,
+    length: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    capability: int,
+    multiprocessors: int,
+    config: WalkConfig | None = None,
+) -> Segments:
+    """Return how the rule cuts ``pairs`` rows and heads of ``length`` positions on a device of these figures."""
+    sizes = key_dim, value_dim, dtype, capability
     block_v = (config or walk_config(*sizes)).block_v
-    slots = multiprocessors(device) * resident_walks(specialized=config is None and is_specialized(*sizes))
-    pairs = batch * heads
+    slots = multiprocessors * resident_walks(specialized=config is None and is_specialized(*sizes))
     transitions = pairs * (key_dim // min(block_v, key_dim)) if key_dim <= WIDEST_TRANSITION else 0
     return segments(pairs * (value_dim // block_v), transitions, -(-length // CHUNK), key_dim, slots)
 
