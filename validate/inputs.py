@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from export.onnx_export import FLOATING, floating_dtype
-from zoo.signature import BATCH, BEAMS, LENGTH, Signature, TensorSpec
+from zoo.signature import BATCH, BEAMS, BEFORE, LENGTH, Signature, TensorSpec
+
+LENGTHS = "lengths"
+"""The input that counts the valid events of each row."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,21 @@ def draw_inputs(signature: Signature, case: Case, known: Mapping[str, Tensor], d
     Args:
         signature: of the part.
         case: sizes and seed.
-        known: tensors to use as they are where an input has their name (the outputs of an earlier part).
+        known: tensors to use as they are where an input, or the state it is, has their name (outputs of earlier parts).
         dtype: of floating inputs, those that are float32 in every part aside.
 
-    Integer inputs are uniform over their range; ``lengths`` holds the full length first, then 0, 1 and random ones.
+    Integer inputs are uniform over their range; ``lengths`` holds the longest length first, then 0, 1 and random ones.
     """
     generator = torch.Generator().manual_seed(case.seed)
     inputs: dict[str, Tensor] = {}
     for spec in signature.inputs:
-        if spec.name in known:
-            inputs[spec.name] = known[spec.name]
+        state_of = spec.name.removesuffix(BEFORE)
+        if spec.name == LENGTHS and isinstance(spec.limit, int):  # of another number of events than an earlier part's
+            inputs[spec.name] = _lengths(case.batch, spec.limit - 1, generator)
+        elif state_of in known:
+            inputs[spec.name] = known[state_of]
         elif spec.limit == LENGTH:
-            inputs[spec.name] = _lengths(case, generator)
+            inputs[spec.name] = _lengths(case.batch, case.length, generator)
         elif spec.dtype in FLOATING:
             drawn = torch.randn(spec.resolved_shape(case.sizes), generator=generator)
             inputs[spec.name] = drawn.to(floating_dtype(spec, dtype))
@@ -64,9 +70,9 @@ def draw_inputs(signature: Signature, case: Case, known: Mapping[str, Tensor], d
     return inputs
 
 
-def _lengths(case: Case, generator: torch.Generator) -> Tensor:
-    fixed = [case.length, 0, min(1, case.length)][: case.batch]
-    drawn = torch.randint(0, case.length + 1, (case.batch - len(fixed),), generator=generator)
+def _lengths(batch: int, longest: int, generator: torch.Generator) -> Tensor:
+    fixed = [longest, 0, min(1, longest)][:batch]
+    drawn = torch.randint(0, longest + 1, (batch - len(fixed),), generator=generator)
     return torch.cat([torch.tensor(fixed), drawn]).to(torch.int32)
 
 

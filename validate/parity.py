@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from export.onnx_export import DTYPES, floating_dtype
+from export.onnx_export import DTYPES, FLOATING, floating_dtype
 from validate.codes import Choices, check_codes
 from validate.executors import Executor, TorchExecutor
-from validate.inputs import Case, cases, draw_inputs
+from validate.inputs import LENGTHS, Case, cases, draw_inputs
 from validate.report import Check
 from validate.tolerance import deviation
 from zoo.models.parts import Part
 from zoo.models.sinkrec import CODES
+from zoo.signature import BEFORE, TensorSpec
 
 
 @dataclass
@@ -37,10 +38,11 @@ def check_parity(
     length: int,
     seed: int,
 ) -> Iterator[Check]:
-    """Compare every part at one length; floating inputs of later parts are the outputs of earlier ones.
+    """Compare every part at one length; inputs and states of later parts are the outputs of earlier ones.
 
     The norms of the tolerance rule run over all cases of the length together. A part has one check for each output
-    (and each value of a selector such as ``digit``), and one for each case that could not be run.
+    (and each value of a selector such as ``digit``, and once more from states at random), and one for each case that
+    could not be run.
 
     Where a file chooses memory codes, both references take its choices: of two codes that rounding cannot tell apart
     either is right, and all that follows from the choice differs. The choices that were followed are judged by one more
@@ -65,8 +67,8 @@ def check_parity(
                 if codes is not None:
                     choices.setdefault(part.name, []).append(Choices(case, inputs, codes))
                 ref64 = exact[part.name](inputs, codes)
-                known |= {spec.name: ref64[spec.name].to(floating_dtype(spec, torch_dtype)) for spec in specs}
-                known["lengths"] = inputs["lengths"]
+                known |= {spec.name: _as_given(ref64[spec.name], spec, torch_dtype) for spec in specs}
+                known[LENGTHS] = inputs[LENGTHS]
                 ref_lo = low[part.name](inputs, codes) if outputs else {}
                 for name, out in outputs.items():
                     sample = samples.setdefault((part.name, name + label), _Sample())
@@ -80,6 +82,11 @@ def check_parity(
         if part.name in choices:
             subject = f"{executors[part.name].name}, length {length}, {CODES}"
             yield check_codes(part, choices[part.name], exact[part.name], low[part.name], dtype, subject)
+
+
+def _as_given(value: Tensor, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
+    """Return an output as an input of the next part."""
+    return value.to(floating_dtype(spec, dtype)) if spec.dtype in FLOATING else value
 
 
 def _choices(outputs: dict[str, Tensor], part: Part, case: Case) -> Tensor | None:
@@ -96,8 +103,15 @@ def sentence(error: Exception) -> str:
 def _variants(
     part: Part, case: Case, known: dict[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the inputs of a case, once for every value of a one-element selector such as ``digit``, with a label."""
+    """Yield the inputs of a case, with a label: of a part with a one-element selector such as ``digit`` once for every
+    value, of one with states those that ``known`` holds, then any: events that no history has, times in any order."""
     inputs = draw_inputs(part.signature, case, known, dtype)
+    states = {spec.name.removesuffix(BEFORE) for spec in part.signature.inputs if spec.name.endswith(BEFORE)}
+    if states & known.keys():
+        rest = {name: known[name] for name in known.keys() - states}
+        yield "", inputs
+        yield ", states at random", draw_inputs(part.signature, case, rest, dtype)
+        return
     selectors = [spec for spec in part.signature.inputs if spec.shape == (1,) and isinstance(spec.limit, int)]
     if not selectors:
         yield "", inputs

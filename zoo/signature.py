@@ -13,6 +13,9 @@ from typing import Any
 BATCH, LENGTH, BEAMS = "batch", "length", "beams"
 """The symbols that a dynamic dimension may have."""
 
+BEFORE = "_before"
+"""An input that ends so is a state: the output of its name without this, of an earlier part or an earlier run."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:

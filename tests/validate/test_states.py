@@ -1,5 +1,7 @@
 """Parity of parts that hand a float32 state on, in every dtype of the parts themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from tests.export.running import WIDTH, Memory
 from validate.executors import OrtExecutor, TorchExecutor
 from validate.inputs import cases, draw_inputs
 from validate.parity import check_parity
+from zoo.models.sinkrec import CODES, PRESETS, SinkRec
+from zoo.signature import BEFORE
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +52,40 @@ def test_states_are_drawn_and_run_in_float32(parts, dtype, tmp_path):
         assert (outputs["y"].dtype, outputs["final_state"].dtype) == (DTYPES[dtype], torch.float32)
     exact = TorchExecutor(step, torch.float64)(inputs)
     assert {value.dtype for value in exact.values()} == {torch.float64}
+
+
+class Recording:
+    """An executor that keeps what it was given."""
+
+    name = "recording"
+
+    def __init__(self, part):
+        self.inner = TorchExecutor(part, torch.float16)
+        self.given = []
+
+    def __call__(self, inputs):
+        self.given.append(inputs)
+        return self.inner(inputs)
+
+
+def test_a_step_reads_one_event_after_the_state_that_prefill_left_and_then_after_any():
+    length = 40
+    torch.manual_seed(0)
+    model = SinkRec(replace(PRESETS["sinkrec-tiny"], num_items=50, num_loops=1)).eval()
+    parts = model.parts()
+    exact, low, tried = (
+        {part.name: make(part) for part in parts}
+        for make in (lambda p: TorchExecutor(p, torch.float64), lambda p: TorchExecutor(p, torch.float16), Recording)
+    )
+    assert all(check.ok for check in check_parity(parts, exact, low, tried, "fp16", length, 0))
+    prefills, steps = tried["prefill"].given, tried["step"].given
+    assert len(steps) == 2 * len(prefills)
+    for before, after, at_random in zip(prefills, steps[::2], steps[1::2], strict=True):
+        for name, value in exact["prefill"](before).items():
+            if name != CODES:
+                kept = value.to(after[name + BEFORE].dtype)
+                assert value.dtype == kept.dtype or value.is_floating_point()
+                assert torch.equal(after[name + BEFORE], kept)
+                assert not torch.equal(at_random[name + BEFORE], kept)
+        assert after["seen_before"].tolist() == before["lengths"].tolist()
+        assert after["lengths"][0] == 1 and set(after["lengths"].tolist()) <= {0, 1}

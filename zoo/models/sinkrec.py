@@ -24,7 +24,7 @@ from zoo.kernels.ragged import accumulation_dtype, valid_positions
 from zoo.layers import ResidualQuantizer, SwiGLU, local_attention, rotate_tokens, windowed_step
 from zoo.models.fields import check_one_or_more, check_types, overridden
 from zoo.models.parts import Part
-from zoo.signature import BATCH, LENGTH, Signature, TensorSpec
+from zoo.signature import BATCH, BEFORE, LENGTH, Signature, TensorSpec
 
 CODES = "codes"
 """The output of a part that holds memory codes."""
@@ -679,7 +679,7 @@ class SinkRec(nn.Module):
                 TensorSpec("lengths", "int32", (BATCH,), "valid events of each row", most),
             )
 
-        inputs = [replace(spec, name=f"{name}_before") for name, spec in state.items()]
+        inputs = [replace(spec, name=name + BEFORE) for name, spec in state.items()]
         prefill = Signature(events(LENGTH), outputs(LENGTH))
         step = Signature((*events(1), *inputs), outputs(1))
         return Part("prefill", _Prefill(self), prefill), Part("step", _Step(self), step)
