@@ -24,7 +24,8 @@ from benchmarks import tables
 from zoo.errors import ConfigError
 from zoo.models import presets
 from zoo.models.sink import Sink, sink
-from zoo.models.sinkrec import TWINS, SinkRec, SinkRecConfig
+from zoo.models.sinkrec import SinkRec
+from zoo.models.sinkrec_config import TWINS, SinkRecConfig
 
 if TYPE_CHECKING:
     from zoo.sink_view import Panel

@@ -22,7 +22,8 @@ from validate.report import Check
 from validate.tolerance import FACTOR
 from zoo.kernels.ragged import accumulation_dtype, valid_positions
 from zoo.models.parts import Part
-from zoo.models.sinkrec import REACH, SinkRec
+from zoo.models.sinkrec import SinkRec
+from zoo.models.sinkrec_layers import REACH
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch
 
 from export import export_part
 from zoo.kernels.ragged import valid_positions
-from zoo.models.sinkrec import PRESETS, SinkRec, State
+from zoo.models.sinkrec import SinkRec, State
+from zoo.models.sinkrec_config import PRESETS
 
 ITEMS = 50
 

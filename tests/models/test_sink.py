@@ -5,7 +5,9 @@ import torch.nn.functional as F
 from zoo.errors import ConfigError
 from zoo.kernels import gated_delta_rule
 from zoo.models.sink import influence, sink
-from zoo.models.sinkrec import PRESETS, SinkRec, Writes
+from zoo.models.sinkrec import SinkRec
+from zoo.models.sinkrec_config import PRESETS
+from zoo.models.sinkrec_layers import Writes
 
 
 def drawn(batch=2, length=13, heads=3, key_dim=8, value_dim=6):

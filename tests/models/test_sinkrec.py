@@ -4,7 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoo.errors import ConfigError
-from zoo.models.sinkrec import PRESETS, TWINS, SinkRec, State, last_rows
+from zoo.models.sinkrec import SinkRec, State
+from zoo.models.sinkrec_config import PRESETS, TWINS
+from zoo.models.sinkrec_layers import last_rows
 
 ALL_TWINS = [None, *TWINS]
 ITEMS = 50
@@ -13,7 +15,8 @@ ITEMS = 50
 def tiny(twin=None, **overrides):
     torch.manual_seed(0)
     sizes = {"num_items": ITEMS, "window": 8, "codebook_size": 16}
-    config = PRESETS["sinkrec-tiny"].with_overrides(**{**sizes, **TWINS.get(twin, {}), **overrides})
+    preset = PRESETS["sinkrec-tiny"].with_overrides(**sizes)
+    config = (preset.twin(twin) if twin else preset).with_overrides(**overrides)
     return SinkRec(config).double().eval()
 
 
@@ -164,10 +167,8 @@ def test_users_without_a_state_are_those_of_the_prefill():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_sasrec_twin_has_the_depth_of_the_preset_and_nothing_but_attention(preset):
     ours = PRESETS[preset]
-    twin = ours.with_overrides(**TWINS["sasrec"])
-    # For sinkrec-tiny, of 4 layers, the baseline is the deeper one.
-    assert len(twin.mixers) == 8 >= len(ours.mixers) and set(twin.mixers) == {"A"} and twin.shown == 1
-    assert preset == "sinkrec-tiny" or len(ours.mixers) == 8
+    twin = ours.twin("sasrec")
+    assert twin.group == "A" * len(ours.mixers) and twin.num_loops == 1 and twin.shown == 1
     assert (twin.d_model, twin.num_heads, twin.mlp_width, twin.dropout) == (
         ours.d_model, ours.num_heads, ours.mlp_width, ours.dropout,
     )  # fmt: skip

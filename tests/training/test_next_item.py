@@ -107,7 +107,7 @@ def test_the_sasrec_twin_sees_all_that_it_is_trained_on(dataset, tmp_path, max_l
     settings = {**SETTINGS, "max_length": max_length, "steps": 1, "eval_every": 0}
     sizes = {name: value for name, value in SMALL.items() if name not in ("num_loops", "group")}
     model = load_model(train("sinkrec-tiny", twin="sasrec", data=dataset, out=tmp_path, overrides=sizes, **settings))
-    assert model.config.window == max_length and model.config.mixers == "AAAAAAAA"
+    assert model.config.window == max_length and model.config.mixers == "AAAA"
     items = torch.randint(dataset.num_items, (1, max_length))
     first = items.clone()
     first[0, 0] = (first[0, 0] + 1) % dataset.num_items

@@ -8,7 +8,9 @@ from validate.executors import TorchExecutor
 from validate.inputs import cases, draw_inputs
 from validate.parity import check_parity
 from zoo.kernels.ragged import valid_positions
-from zoo.models.sinkrec import CODES, PRESETS, REACH, SinkRec
+from zoo.models.sinkrec import CODES, SinkRec
+from zoo.models.sinkrec_config import PRESETS
+from zoo.models.sinkrec_layers import REACH
 
 SIZES = {"num_items": 50, "window": 8, "codebook_size": 16, "num_loops": 1, "group": "T"}
 

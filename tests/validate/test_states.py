@@ -11,7 +11,8 @@ from tests.export.running import WIDTH, Memory
 from validate.executors import OrtExecutor, TorchExecutor
 from validate.inputs import cases, draw_inputs
 from validate.parity import check_parity
-from zoo.models.sinkrec import CODES, PRESETS, SinkRec
+from zoo.models.sinkrec import CODES, SinkRec
+from zoo.models.sinkrec_config import PRESETS
 from zoo.signature import BEFORE
 
 

@@ -119,6 +119,10 @@ class GBLAConfig:
         """Return a copy with some fields changed; an unknown field raises ConfigError."""
         return overridden("GBLA", self, overrides)
 
+    def twin(self, name: str) -> GBLAConfig:
+        """Return a comparison model of this one, a name of ``TWINS``."""
+        return self.with_overrides(**TWINS[name])
+
 
 _CHOICES = {
     "attention": ("gbla", "bla", "softmax"),

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 from zoo.errors import BundleError, ConfigError
-from zoo.models import gbla, sinkrec
+from zoo.models import gbla, sinkrec, sinkrec_config
 
-Config = gbla.GBLAConfig | sinkrec.SinkRecConfig
+Config = gbla.GBLAConfig | sinkrec_config.SinkRecConfig
 Model = gbla.GBLA | sinkrec.SinkRec
 
 MODELS: dict[str, tuple[type[Any], type[Any]]] = {
     "gbla": (gbla.GBLAConfig, gbla.GBLA),
-    "sinkrec": (sinkrec.SinkRecConfig, sinkrec.SinkRec),
+    "sinkrec": (sinkrec_config.SinkRecConfig, sinkrec.SinkRec),
 }
 PRESETS: dict[str, tuple[str, Config]] = {
     **{name: ("gbla", config) for name, config in gbla.PRESETS.items()},
-    **{name: ("sinkrec", config) for name, config in sinkrec.PRESETS.items()},
+    **{name: ("sinkrec", config) for name, config in sinkrec_config.PRESETS.items()},
 }
-TWINS = {"gbla": gbla.TWINS, "sinkrec": sinkrec.TWINS}
+TWINS = {"gbla": gbla.TWINS, "sinkrec": sinkrec_config.TWINS}
 
 
 def resolve(name: str, *, twin: str | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -37,7 +37,7 @@ def resolve(name: str, *, twin: str | None = None, overrides: Mapping[str, Any] 
     if twin is not None:
         if twin not in TWINS[model_name]:
             raise ConfigError(f"{name} has no twin {twin!r}; it has {', '.join(TWINS[model_name])}")
-        config = config.with_overrides(**TWINS[model_name][twin])
+        config = config.twin(twin)
     return config.with_overrides(**(overrides or {}))
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from zoo.errors import ConfigError
 from zoo.kernels.ragged import valid_positions
-from zoo.models.sinkrec import TDGD, Events, SinkRec, Writes
+from zoo.models.sinkrec import SinkRec
+from zoo.models.sinkrec_layers import TDGD, Events, Writes
 
 MOST_POSITIONS = 8192
 """A matrix of L x L a head is made."""

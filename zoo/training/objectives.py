@@ -12,7 +12,7 @@ from zoo.data import Dataset
 from zoo.errors import ConfigError
 from zoo.models.gbla import GBLAConfig
 from zoo.models.presets import Config
-from zoo.models.sinkrec import SinkRecConfig
+from zoo.models.sinkrec_config import SinkRecConfig
 from zoo.training.batches import SequenceBatches, TrainingBatches
 from zoo.training.config import TrainConfig
 from zoo.training.ranking import rank_users, rank_users_by_score
