@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.kernels.delta_rule import (
     EXTREMES,
@@ -274,6 +275,16 @@ class Mixer(torch.nn.Module):
         return gated_delta_rule(q, k, v, log_decay, beta, state, lengths, normalize=True)
 
 
+def test_a_length_of_another_number_of_chunks_compiles_nothing_anew():
+    counter = CompileCounterWithBackend("aot_eager")
+    op = torch.compile(gated_delta_rule, fullgraph=True, dynamic=True, backend=counter)
+    for length in (40, 64, 65, 200):
+        q, k, v = (torch.randn(2, length, 2, 16, requires_grad=True) for _ in range(3))
+        gates = -torch.rand(2, length, 2), torch.rand(2, length, 2)
+        op(q, k, v, *gates, None, torch.tensor([length, 3], dtype=torch.int32), normalize=True)
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("with_state", [False, True])
 def test_it_exports_with_a_batch_and_a_length_of_any_size(with_state):
     *arguments, _, _ = op_arguments(with_state=with_state)
@@ -345,3 +356,16 @@ def test_a_misfit_is_named(name, value, error, words):
     arguments = {**dict(zip(NAMES, inputs, strict=True)), "lengths": lengths, name: value}
     with pytest.raises(error, match=rf"^gated_delta_rule: .*{words}"):
         gated_delta_rule(**arguments)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "lengths"])
+def test_what_is_no_tensor_is_named(name):
+    inputs = draw_inputs(1, 3, 1, 16, 16)
+    arguments = dict(zip([*NAMES, "lengths"], [*inputs, as_lengths([3])], strict=True)) | {name: [1]}
+    with pytest.raises(DTypeError, match=f"{name} is of type list, but a tensor is needed"):
+        gated_delta_rule(**arguments)
+
+
+def test_a_scale_whose_gradient_would_be_lost_is_refused():
+    with pytest.raises(DTypeError, match="scale is a tensor"):
+        gated_delta_rule(*draw_inputs(1, 3, 1, 16, 16), as_lengths([3]), scale=torch.tensor(0.5))

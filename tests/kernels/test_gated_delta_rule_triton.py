@@ -1,6 +1,7 @@
 """The Triton kernels of the gated delta rule in Triton's interpreter, against the float64 reference."""
 
 import math
+import mmap
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ interpreted = pytest.fixture(scope="module", autouse=True)(kernels_from_triton)
 
 EDGES = [0, 1, 2, 8, 9, 63, 64, 65, 100, 128, 130]
 MOST_CHUNKS = 4
+MAP_NORESERVE = 0x4000
+"""Linux's, which mmap names from Python 3.13 on."""
 
 
 def assert_inside(inputs, lengths, grads=None, *, normalize, run=run_op, narrow=False):
@@ -381,3 +384,26 @@ def test_what_the_forward_keeps_changes_no_bit(length, normalize):
         o, state, *_ = op(*tensors, lengths, 0.25, normalize)
         results.append([o, state, *torch.autograd.grad((o.sin().sum(), state.cos().sum()), tensors)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["q", "v", "beta"])
+@pytest.mark.parametrize("length", [3, 70])
+def test_heads_farther_apart_than_32_bits_reach_are_read(name, length):
+    """The third head begins 2^31 values on, in memory of which only what is written is there."""
+    heads, apart = 3, 2**30 + 64
+    inputs = in_dtype(draw_inputs(1, length, heads, 16, 16), torch.float32)
+    grads = draw_grads(inputs)
+    x = getattr(inputs, name)
+    row = x[0, 0, 0].numel()
+    number = (heads - 1) * apart + length * row
+    reserved = mmap.mmap(-1, 4 * number, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    far = torch.frombuffer(reserved, dtype=torch.float32, count=number)
+    far = far.as_strided(x.shape, (heads * apart, row, apart, 1)[: x.dim()]).copy_(x)
+
+    def run(inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        outputs = gated_delta_rule(*leaves, as_lengths([length]))
+        return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
+
+    for near, found in zip(run(inputs), run(inputs._replace(**{name: far})), strict=True):
+        assert torch.equal(near, found)

@@ -37,11 +37,18 @@ def check_sequence(op: str, name: str, x: Tensor, lengths: Tensor) -> None:
         raise ShapeError(f"{op}: {name} is on {x.device} and lengths on {lengths.device}; move both to one device")
 
 
-def check_no_tangent(op: str, *tensors: Tensor) -> None:
-    """Raise in forward-mode differentiation: a custom op has none, and torch would take its derivative for zero."""
+def check_tensors(op: str, **tensors: Tensor) -> None:
+    """Raise unless all are tensors, and in forward-mode differentiation.
+
+    A custom op has no derivative of that mode, and torch would take it for zero. (Under ``torch.compile`` it does:
+    tangents cannot be asked for there.)
+    """
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise DTypeError(f"{op}: {name} is of type {type(value).__name__}, but a tensor is needed")
     if torch.compiler.is_compiling():
         return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors.values()):
         raise ConfigError(f"{op}: it has no forward-mode derivative (jvp, jacfwd); use torch.autograd")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from zoo.errors import ConfigError, DTypeError, ShapeError
 from zoo.kernels.causal_short_conv import launch
 from zoo.kernels.causal_short_conv.reference import causal_short_conv_backward_reference, causal_short_conv_reference
-from zoo.kernels.ragged import FLOAT_DTYPES, check_batch, check_device, check_no_tangent, check_sequence
+from zoo.kernels.ragged import FLOAT_DTYPES, check_batch, check_device, check_sequence, check_tensors
 
 ACTIVATIONS = ("none", "silu")
 
@@ -30,7 +30,7 @@ def causal_short_conv(x: Tensor, weight: Tensor, lengths: Tensor, *, activation:
     Raises:
         ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
     """
-    check_no_tangent("causal_short_conv", x, weight)
+    check_tensors("causal_short_conv", x=x, weight=weight, lengths=lengths)
     return torch.ops.zoo.causal_short_conv(x, weight, lengths, activation)
 
 

@@ -14,7 +14,7 @@ from zoo.kernels.gated_bidirectional_linear_attention.reference import (
     gated_bidirectional_linear_attention_backward_reference,
     gated_bidirectional_linear_attention_reference,
 )
-from zoo.kernels.ragged import FLOAT_DTYPES, check_batch, check_device, check_no_tangent, check_sequence
+from zoo.kernels.ragged import FLOAT_DTYPES, check_batch, check_device, check_sequence, check_tensors
 
 _NAME = "gated_bidirectional_linear_attention"
 
@@ -50,7 +50,7 @@ def gated_bidirectional_linear_attention(
     Raises:
         ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
     """
-    check_no_tangent(_NAME, packed, norm_weight)
+    check_tensors(_NAME, packed=packed, norm_weight=norm_weight, lengths=lengths)
     arguments = (packed, norm_weight, lengths, num_heads, head_dim, eps, key_gate, gated_norm)
     wants_grad = torch.is_grad_enabled() and (packed.requires_grad or norm_weight.requires_grad)
     if wants_grad and not torch.compiler.is_exporting():

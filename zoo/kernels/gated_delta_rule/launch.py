@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from zoo.kernels.gated_delta_rule.parameters import (
     step_config,
 )
 from zoo.kernels.gated_delta_rule.reference import Inputs
-from zoo.kernels.gated_delta_rule.walks import Solved, Walk, WalkBack, rows_together
+from zoo.kernels.gated_delta_rule.walks import Solved, Walk, WalkBack, addressed, rows_together
 from zoo.kernels.launch import Choice, capability, choose_triton, on_device
 
 
@@ -54,24 +56,31 @@ def choose_backward(inputs: Inputs) -> Choice:
 
 
 def empty_solved(k: Tensor, normalize: bool) -> Solved:
-    """Return tensors for what ``solve`` writes for keys [B, T, H, K]."""
-    batch, length, heads, _ = k.shape
-    chunks = -(-length // CHUNK)
-    gates = torch.empty(batch, heads, chunks, CHUNK, dtype=torch.float32, device=k.device)
-    return Solved(
-        torch.empty(batch, heads, chunks, CHUNK, CHUNK, dtype=k.dtype, device=k.device),
-        gates,
-        torch.empty_like(gates) if normalize else gates,
-        torch.empty(batch, heads, chunks, dtype=torch.float32, device=k.device),
+    """Return tensors for what ``solve`` writes for keys [B, T, H, K], flat."""
+    inverse, gates, norms, bounds = (
+        torch.empty(math.prod(shape), dtype=dtype, device=k.device)
+        for shape, dtype in zip(_solved_shapes(k), (k.dtype, *3 * (torch.float32,)), strict=True)
     )
+    return Solved(inverse, gates, norms if normalize else gates, bounds)
+
+
+def shaped_solved(flat: Iterable[Tensor], k: Tensor) -> Solved:
+    """Return what ``solve`` writes for these keys in its shape."""
+    return Solved(*(part.view(shape) for part, shape in zip(flat, _solved_shapes(k), strict=True)))
+
+
+def _solved_shapes(k: Tensor) -> tuple[tuple[int, ...], ...]:
+    batch, length, heads, _ = k.shape
+    gates = batch, heads, -(-length // CHUNK), CHUNK
+    return (*gates, CHUNK), gates, gates, gates[:3]
 
 
 def solve(inputs: Inputs, lengths: Tensor, normalize: bool, config: SolveConfig | None = None) -> Solved:
     """Return T diag(b), gates and norms of all chunks; what is wholly padding is not written."""
-    k, log_decay, beta = rows_together(inputs.k), inputs.log_decay, inputs.beta
+    k, log_decay, beta = rows_together(inputs.k), addressed(inputs.log_decay), addressed(inputs.beta)
     batch, length, heads, key_dim = k.shape
     chunks = -(-length // CHUNK)
-    solved = empty_solved(k, normalize)
+    solved = shaped_solved(empty_solved(k, normalize), k)
     if not solved.gates.numel():
         return solved
     arguments = k, log_decay, beta, lengths, *solved, length, heads, chunks
@@ -173,7 +182,7 @@ def backward(
         back = WalkBack(walk, grad_o, scale, walk_back_with)
         back(back.final_gradients(grad_state), dv=dv, grad_initial=grad_initial, grad_states=grad_states)
         found, written = Found(grad_o, dv, states, grad_states), Written(dq, dk, dlog_decay, dbeta)
-        write_gradients(walk, inputs.beta, found, written, scale, gradients_with)
+        write_gradients(walk, addressed(inputs.beta), found, written, scale, gradients_with)
     gates = dlog_decay.to(inputs.log_decay.dtype), dbeta.to(inputs.beta.dtype)
     return Inputs(dq, dk, dv, *gates, grad_initial)
 
@@ -182,7 +191,7 @@ def _step(inputs: Inputs, lengths: Tensor, o: Tensor, final: Tensor, scale: floa
     from zoo.kernels.gated_delta_rule.triton_step import step_kernel
 
     q, k, v = (rows_together(x) for x in inputs[:3])
-    log_decay, beta = inputs.log_decay, inputs.beta
+    log_decay, beta = addressed(inputs.log_decay), addressed(inputs.beta)
     initial = final if inputs.initial_state is None else inputs.initial_state.contiguous()
     batch, length, heads, key_dim = q.shape
     value_dim = v.shape[3]

@@ -12,7 +12,7 @@ from zoo.kernels.gated_delta_rule import launch
 from zoo.kernels.gated_delta_rule.chunked import gated_delta_rule_chunked, gated_delta_rule_chunked_backward
 from zoo.kernels.gated_delta_rule.reference import Inputs
 from zoo.kernels.gated_delta_rule.walks import Solved
-from zoo.kernels.ragged import FLOAT_DTYPES, accumulation_dtype, check_batch, check_device, check_no_tangent
+from zoo.kernels.ragged import FLOAT_DTYPES, accumulation_dtype, check_batch, check_device, check_tensors
 
 _NAME = "gated_delta_rule"
 
@@ -50,7 +50,10 @@ def gated_delta_rule(
     Raises:
         ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
     """
-    check_no_tangent(_NAME, q, k, v, log_decay, beta, *([] if initial_state is None else [initial_state]))
+    given = {} if initial_state is None else {"initial_state": initial_state}
+    check_tensors(_NAME, q=q, k=k, v=v, log_decay=log_decay, beta=beta, lengths=lengths, **given)
+    if isinstance(scale, Tensor):
+        raise DTypeError(f"{_NAME}: scale is a tensor, whose gradient would be lost; multiply o by it instead")
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
     arguments = q, k, v, log_decay, beta, initial_state, lengths, scale, normalize
@@ -92,8 +95,9 @@ def _training(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op with what ``solve`` found, which its backward would otherwise compute again; of the reference all NaN.
 
-    Its shape is that of the kernels': compiled graphs are cached, and a cache outlives the choice of the two. (All of
-    one call, forward and backward, must run under one choice.) Norms are empty if keys are not normalised.
+    Its size is that of the kernels': compiled graphs are cached, and a cache outlives the choice of the two. (All of
+    one call, forward and backward, must run under one choice.) It is flat, because torch.compile would guard on every
+    dimension that may be 1, such as the chunks. Norms are empty if keys are not normalised.
     """
     inputs = Inputs(q, k, v, log_decay, beta, initial_state)
     o, state, solved = _run(inputs, lengths, scale, normalize, keep=True)
@@ -119,9 +123,9 @@ def _run(
 
 
 def _kept(solved: Solved, normalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tensors of which no two are one, as an op must: without ``normalize`` the norms are the gates."""
+    """Return flat tensors of which no two are one, as an op must: without ``normalize`` the norms are the gates."""
     norms = solved.norms if normalize else solved.gates.new_empty(0)
-    return solved.inverse, solved.gates, norms, solved.bounds
+    return solved.inverse.flatten(), solved.gates.flatten(), norms.flatten(), solved.bounds.flatten()
 
 
 @torch.library.custom_op(f"zoo::{_NAME}_backward", mutates_args=())
@@ -148,7 +152,8 @@ def _backward(
     """
     inputs = Inputs(q, k, v, log_decay, beta, initial_state)
     if launch.choose_backward(inputs).ok:
-        solved = Solved(inverse, gates, norms if normalize else gates, bounds) if inverse.numel() else None
+        kept = inverse, gates, norms if normalize else gates, bounds
+        solved = launch.shaped_solved(kept, k) if inverse.numel() else None
         gradients = launch.backward(grad_o, grad_state, inputs, lengths.contiguous(), scale, normalize, solved=solved)
     else:
         with torch.autocast(q.device.type, enabled=False):

@@ -355,5 +355,12 @@ def _is_describable(x: Tensor) -> bool:
 
 
 def rows_together(x: Tensor) -> Tensor:
-    """Return ``x`` [B, T, H, W] with the values of a head adjacent; other strides are free, 32-bit within a chunk."""
-    return x if x.stride(3) == 1 and x.stride(1) < _LARGEST_INT32 // CHUNK else x.contiguous()
+    """Return ``x`` [B, T, H, W] with the values of a head adjacent; other strides are free, 32-bit as ``addressed``."""
+    return addressed(x) if x.stride(3) == 1 else x.contiguous()
+
+
+def addressed(x: Tensor) -> Tensor:
+    """Return ``x`` [B, T, H, ...], a copy if kernels could not address it: within a chunk and over heads offsets are
+    32-bit numbers, over rows and chunks 64-bit ones."""
+    within, heads = x.stride(1) < _LARGEST_INT32 // CHUNK, x.stride(2) <= _LARGEST_INT32 // x.shape[2]
+    return x if within and heads else x.contiguous()

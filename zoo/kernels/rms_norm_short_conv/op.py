@@ -13,8 +13,8 @@ from zoo.kernels.ragged import (
     accumulation_dtype,
     check_batch,
     check_device,
-    check_no_tangent,
     check_sequence,
+    check_tensors,
 )
 from zoo.kernels.rms_norm_short_conv import launch
 from zoo.kernels.rms_norm_short_conv.reference import (
@@ -52,7 +52,7 @@ def rms_norm_short_conv(
     Raises:
         ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
     """
-    check_no_tangent(OP, x, norm_weight, weight)
+    check_tensors(OP, x=x, norm_weight=norm_weight, weight=weight, lengths=lengths)
     y, _ = torch.ops.zoo.rms_norm_short_conv(x, norm_weight, weight, lengths, eps, out_dtype or x.dtype)
     return y
 
