@@ -47,6 +47,7 @@ DtypesOption = Annotated[str | None, typer.Option(help="Comma-separated: fp32, f
 
 
 _EMBEDDING = "tfidf+cooccurrence"
+_INTERRUPTED = 130
 
 
 @app.callback(invoke_without_command=True)
@@ -282,7 +283,7 @@ def evaluate(
     beams: Annotated[int | None, typer.Option(help="Beam width; default: enough for Recall@50.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Rank the whole catalogue for every user by constrained beam search, beside popularity and last-item baselines."""
+    """Rank the whole catalogue for every user (GBLA by beam search), beside popularity and last-item baselines."""
     settings = {} if beams is None else {"beams": beams}
     report = verbs.eval(bundle, data=_dataset(data), split=split, progress=not as_json, **settings)
     if as_json:
@@ -410,7 +411,7 @@ def demo(
     model: Annotated[str, typer.Argument(help="gbla or sinkrec.")] = "gbla",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to write; a killed demo is resumed.  [default: zoo-demo or zoo-demo-sinkrec]"),
+        typer.Option(help="Folder to write; a killed demo is resumed.", show_default="zoo-demo/, zoo-demo-sinkrec/"),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Comma-separated history lengths, one engine each.")] = "64,128,256",
     targets: Annotated[
@@ -441,6 +442,9 @@ def demo(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a user's mistake becomes one line and exit status 2."""
+    # Read when torch is loaded. Threads that wait spin, by default long enough to make small operations on the CPU
+    # several times slower as soon as anything else runs on the same cores (docs/training.md has the measurement).
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         app(args=None if arguments is None else [*arguments], standalone_mode=True)
     except ZooError as error:
@@ -452,9 +456,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(1)
         console.err.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        console.err.print("interrupted; what was finished is kept, run the same command to go on")
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == _INTERRUPTED:  # what typer makes of KeyboardInterrupt
+            console.err.print("interrupted; what was finished is kept, run the same command to go on")
+        raise
 
 
 def _dataset(source: str) -> Any:

@@ -186,7 +186,7 @@ def quality(report: Mapping[str, Any]) -> Group:
 def _table(title: str, *, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for column in left:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # a name that was cut off could not be typed
     for column in right:
         table.add_column(column, justify="right")
     return table

@@ -166,3 +166,32 @@ def test_help_names_every_verb_and_every_option_says_what_it_does(capsys):
 def test_the_version_is_printed(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out.startswith("trt-zoo ")
+
+
+def test_an_interruption_says_what_is_kept(monkeypatch, capsys, prepared, folder):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verbs, "train", interrupted)
+    assert run("train", "gbla-tiny", "--data", prepared, "--out", folder / "never") == 130
+    assert "interrupted; what was finished is kept" in capsys.readouterr().err
+
+
+def test_no_name_of_a_twin_is_cut_off(capsys):
+    assert run("list", "--twins") == 0
+    assert "…" not in capsys.readouterr().out
+
+
+def test_the_kernels_of_another_gpu_are_named_without_triton(monkeypatch, capsys):
+    monkeypatch.setattr("zoo.kernels.launch._has_triton", lambda: False)
+    assert run("inspect", "kernels", "--capability", 90) == 0
+    assert "Triton on compute capability 9.0" in capsys.readouterr().out
+    assert run("inspect", "kernels", "--capability", 70) == 0
+    assert "older than 8.0" in capsys.readouterr().out
+
+
+@no_gpu
+def test_what_is_missing_for_the_kernels_is_named_with_its_cure(monkeypatch, capsys):
+    monkeypatch.setattr("zoo.kernels.launch._has_triton", lambda: False)
+    assert run("inspect", "kernels", "--json") == 0
+    assert 'triton is not installed: pip install -e \\".[triton]\\"' in capsys.readouterr().out

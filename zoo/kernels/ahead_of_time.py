@@ -106,6 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="of ops that take long only a part, as CI does")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; one a core by default")
     options = parser.parse_args(arguments)
+    if importlib.util.find_spec("triton") is None:
+        parser.error('triton is not installed: pip install -e ".[triton]"')
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}; use 1 or more")
     jobs = [

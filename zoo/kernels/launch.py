@@ -50,8 +50,8 @@ def choose_triton(device: torch.device, dtype: torch.dtype) -> Choice:
         return Choice(False, f"{MODE_VARIABLE}=reference asks for the reference")
     if dtype not in TRITON_DTYPES:
         return Choice(False, f"{dtype} has no Triton kernel; float16, bfloat16 and float32 have")
-    if not _has_triton():
-        return Choice(False, "triton is not installed")
+    if _assumed_capability is None and not _has_triton():
+        return Choice(False, 'triton is not installed: pip install -e ".[triton]"')
     if device.type == "cpu":
         if mode == "triton" and is_interpreting():
             return Choice(True, "Triton's interpreter on the CPU")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,20 +31,25 @@ def stop_after_this_step() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
+_SECONDS_A_LINE = 30.0
+
+
 @contextmanager
 def bar(steps: int, done: int, show: bool) -> Iterator[Any]:
-    """Yield ``tell(step, text)``: a progress bar on a terminal, a line now and then elsewhere."""
+    """Yield ``tell(step, text)``: a progress bar on a terminal; elsewhere a line every tenth or half minute."""
     console = Console(stderr=True)
+    if show and done:
+        print(f"  going on from step {done}/{steps}", file=sys.stderr)
     if not show:
         yield lambda step, text: None
     elif not console.is_terminal:
         every = max(1, steps // 10)
-        told = done // every
+        told, at = done // every, time.monotonic()
 
         def line(step: int, text: str) -> None:
-            nonlocal told
-            if step // every > told or step == steps:
-                told = step // every
+            nonlocal told, at
+            if step // every > told or step == steps or time.monotonic() - at > _SECONDS_A_LINE:
+                told, at = step // every, time.monotonic()
                 print(f"  step {step}/{steps}  {text}", file=sys.stderr)
 
         yield line

@@ -45,7 +45,8 @@ def gated_delta_rule(
 
     Returns:
         o [B, T, H, V] in the dtype of ``q``, zero at padded positions, and the state after the last valid position
-        [B, H, K, V] in the dtype of ``initial_state``. Differentiable once in all six tensors.
+        [B, H, K, V] in the dtype of ``initial_state``. Differentiable once in all six tensors. Kernels may leave out
+        what has faded to below 2^-64 of itself (float32; 2^-40 in 16 bits).
 
     Raises:
         ShapeError, DTypeError, ConfigError: an argument does not fit; the message names it.
