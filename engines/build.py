@@ -117,6 +117,8 @@ def build(
 ) -> list[EngineRecord]:
     """Build one engine a part, length and target, with a plugin layer for every custom op.
 
+    A part that no history goes into, such as SinkRec's step of one event, has one engine for all lengths.
+
     Engines whose graph, settings and versions have not changed, and whose files are whole, are left as they are.
 
     Args:
@@ -151,15 +153,16 @@ def build(
     chosen_targets = trt_flavor.check_targets(targets)
 
     records: list[EngineRecord] = []
-    total = len(chosen) * len(all_sizes) * len(chosen_targets)
+    sizes_of = {part: tuple(dict.fromkeys(sizes.of(bundle.signatures[part]) for sizes in all_sizes)) for part in chosen}
+    total = sum(map(len, sizes_of.values())) * len(chosen_targets)
     for part in chosen:
         onnx = f"onnx/{part}-{dtype}.onnx"
         onnx_path = _verified(bundle, onnx)
         graph = read_graph(onnx_path)
-        for sizes in all_sizes:
+        for sizes in sizes_of[part]:
             for target in chosen_targets:
                 if progress is not None:
-                    progress(f"{part} {dtype}, length {sizes.length}, {target}", len(records), total)
+                    progress(f"{part} {dtype}, {sizes}, {target}", len(records), total)
                 onnx_sha256 = bundle.manifest["files"][onnx]["sha256"]
                 signature = bundle.signatures[part]
                 job = _Job(trt_flavor, target, part, dtype, sizes, signature, onnx, onnx_path, onnx_sha256, graph)
@@ -197,9 +200,7 @@ def _verified(bundle: Bundle, onnx: str) -> Path:
 
 
 def _build_one(bundle: Bundle, job: _Job, *, force: bool) -> EngineRecord:
-    path = bundle.path / engine_path(
-        job.flavor.name, job.flavor.version, job.target, job.part, job.dtype, job.sizes.length
-    )
+    path = bundle.path / engine_path(job.flavor.name, job.flavor.version, job.target, job.part, job.dtype, job.sizes)
     if not force:
         current = _current_manifest(path, job)
         if current is not None:

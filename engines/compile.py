@@ -58,7 +58,7 @@ def compile_engine(
             ``zoo`` node became something else than a plugin layer; the message carries what TensorRT said.
     """
     trt = flavor.module
-    name = f"{onnx.stem}, length {sizes.length}, {target}"
+    name = f"{onnx.stem}, {sizes}, {target}"
     with _building:
         log, messages = logger(trt)
         messages.clear()

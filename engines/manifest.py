@@ -51,7 +51,7 @@ class EngineManifest:
         zoo_version: that built it.
         flavor, version: of TensorRT; an engine runs with that version only.
         target: compute capability that it was built for, such as ``"sm89"``.
-        part, dtype, length: which graph, and the history length that it takes.
+        part, dtype, length: which graph, and the history length that it takes; None if its part has none.
         batch: smallest, usual and largest batch.
         beams: most candidates a row.
         inputs, outputs: in order.
@@ -69,7 +69,7 @@ class EngineManifest:
     target: str
     part: str
     dtype: str
-    length: int
+    length: int | None
     batch: tuple[int, int, int]
     beams: int
     inputs: tuple[EngineTensor, ...]
@@ -107,7 +107,7 @@ class EngineManifest:
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is {getattr(self, name)!r}, no text")
         try:
-            check_sizes([self.length], self.batch, self.beams)
+            check_sizes([1 if self.length is None else self.length], self.batch, self.beams)
         except ConfigError as error:
             raise ValueError(str(error)) from error
 
@@ -223,16 +223,15 @@ def _check_file(engine: Path, manifest: EngineManifest) -> list[str]:
 
 
 def _check_place(path: Path, manifest: EngineManifest) -> list[str]:
-    wanted = engine_path(
-        manifest.flavor, manifest.version, manifest.target, manifest.part, manifest.dtype, manifest.length
-    )
+    sizes = Sizes(manifest.length, manifest.batch, manifest.beams)
+    wanted = engine_path(manifest.flavor, manifest.version, manifest.target, manifest.part, manifest.dtype, sizes)
     found = Path(*path.resolve().parts[-4:]).with_suffix(".engine")
     return [] if found == wanted else [f"{found} holds the manifest of {wanted}"]
 
 
-def engine_path(flavor: str, version: str, target: str, part: str, dtype: str, length: int) -> Path:
+def engine_path(flavor: str, version: str, target: str, part: str, dtype: str, sizes: Sizes) -> Path:
     """Return the place of an engine within a bundle."""
-    return Path("engines", f"{flavor}-{version}", target, f"{part}-{dtype}-L{length}.engine")
+    return Path("engines", f"{flavor}-{version}", target, f"{part}-{dtype}{sizes.suffix}.engine")
 
 
 def _check_tensors(path: Path, manifest: EngineManifest, signature: Signature) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zoo.errors import ConfigError
-from zoo.signature import BATCH, BEAMS, LENGTH, TensorSpec
+from zoo.signature import BATCH, BEAMS, LENGTH, Signature, TensorSpec
 
 EXTENTS = ("min", "opt", "max")
 
@@ -19,18 +19,31 @@ class Sizes:
     """Sizes of one engine. The length is static; batch and beams vary.
 
     Attributes:
-        length: history length; the one that the engine is built for.
+        length: history length; the one that the engine is built for. None if the part has none, as a step of one event.
         batch: smallest, usual and largest batch.
         beams: most candidates a row; the usual number as well.
     """
 
-    length: int
+    length: int | None
     batch: tuple[int, int, int]
     beams: int
 
     def at(self, extent: int) -> dict[str, int]:
         """Return the size of each symbol at extent 0 (min), 1 (opt) or 2 (max)."""
-        return {BATCH: self.batch[extent], LENGTH: self.length, BEAMS: 1 if extent == 0 else self.beams}
+        sizes = {BATCH: self.batch[extent], BEAMS: 1 if extent == 0 else self.beams}
+        return sizes if self.length is None else {**sizes, LENGTH: self.length}
+
+    def of(self, signature: Signature) -> Sizes:
+        """Return the sizes of a part's engine: without a length if the part has none."""
+        return self if LENGTH in signature.symbols else replace(self, length=None)
+
+    @property
+    def suffix(self) -> str:
+        """What an engine's name says of the length, ``-L64`` or nothing."""
+        return "" if self.length is None else f"-L{self.length}"
+
+    def __str__(self) -> str:
+        return "any length" if self.length is None else f"length {self.length}"
 
     def shapes(self, spec: TensorSpec) -> dict[str, tuple[int, ...]]:
         """Return the min, opt and max shape of a tensor.

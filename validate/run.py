@@ -169,5 +169,5 @@ def _chosen_lengths(wanted: Sequence[int] | None, manifests: Sequence[Path]) -> 
             built.append(load_manifest(path).length)
         except BundleError:
             continue  # reported by its own check
-    longest = max(built, default=_DEFAULT_LONGEST)
+    longest = max((length for length in built if length is not None), default=_DEFAULT_LONGEST)
     return tuple(sorted({1, longest // 3 | 1, longest}))

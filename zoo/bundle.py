@@ -4,7 +4,7 @@
     model.safetensors          weights
     semantic_ids.safetensors   item <-> code table and trie
     onnx/<part>-<dtype>.onnx   one graph a part and dtype (weights of large ones beside it in <part>-<dtype>.onnx.data)
-    engines/<flavor>-<version>/<target>/<part>-<dtype>-L<length>.engine, and .json beside each
+    engines/<flavor>-<version>/<target>/<part>-<dtype>[-L<length>].engine, and .json beside each
     reports/                   parity.json and others
 
 Every stage adds its files and its section to bundle.json, the file last, so a killed stage leaves the old bundle whole.

@@ -57,6 +57,11 @@ class Signature:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
+    @property
+    def symbols(self) -> frozenset[str]:
+        """The symbols that dimensions of the part have."""
+        return frozenset(dim for spec in (*self.inputs, *self.outputs) for dim in spec.shape if isinstance(dim, str))
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready form; ``from_json`` reads it back."""
         return {

@@ -133,7 +133,7 @@ def engines(records: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             record["part"],
             record["dtype"],
-            str(record["length"]),
+            "any" if record["length"] is None else str(record["length"]),
             str(record["target"]),
             plugins,
             f"{record['engine_size'] / 1e6:,.2f}",

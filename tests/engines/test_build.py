@@ -15,7 +15,7 @@ from engines import compile as compile_module
 from engines.build import build
 from engines.manifest import check_manifest, load_manifest, plugins_in_engine
 from tests.engines import graphs
-from zoo import files
+from zoo import files, verbs
 from zoo.bundle import Bundle
 from zoo.errors import BundleError, ConfigError, EngineBuildError
 
@@ -73,6 +73,22 @@ def test_there_is_one_engine_a_length_and_target_where_the_layout_says(tmp_path,
     ]
     assert seen == [(0, 4), (1, 4), (2, 4), (3, 4)]
     assert records[0].manifest.inputs[0].max == (4, 16, graphs.WIDTH)
+
+
+def test_a_part_without_a_history_has_one_engine_for_all_lengths(tmp_path):
+    sizes = {"num_items": 20, "window": 4, "codebook_size": 8, "num_loops": 1}
+    bundle = verbs.init("sinkrec-tiny", tmp_path / "bundle", overrides=sizes)
+    verbs.export(bundle, dtypes=("fp16",))
+    records = build(bundle, **ONE | {"lengths": (16, 24)})
+    assert [record.path.name for record in records] == [
+        "prefill-fp16-L16.engine", "prefill-fp16-L24.engine", "step-fp16.engine",
+    ]  # fmt: skip
+    assert [record.manifest.length for record in records] == [16, 24, None]
+    assert [check_manifest(bundle, record.path.with_suffix(".json")) for record in records] == [[], [], []]
+    again = build(bundle, **ONE | {"lengths": (16,)})
+    assert [record.status for record in again] == ["up to date", "up to date"]
+    found = verbs.inspect(bundle)["engines"]
+    assert sorted(str(record["length"]) for record in found) == ["16", "24", "None"]
 
 
 def test_a_second_build_with_nothing_changed_does_nothing(tmp_path, monkeypatch):
@@ -217,7 +233,7 @@ def test_a_killed_build_leaves_no_broken_file_and_the_next_one_goes_on(tmp_path)
     bundle = graphs.bundle(tmp_path)
     script = f"""
         import os, signal
-        from zoo import files
+        from zoo import files, verbs
         real = files._fsync_directory
         files._fsync_directory = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # after the first rename
         from engines.build import build
