@@ -176,7 +176,9 @@ def inspect(bundle: Bundle | Path | str, /, **settings: Any) -> dict[str, Any]:
     from engines.manifest import load_manifest
 
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-    engines = [load_manifest(path).to_json() for path in sorted(bundle.path.glob("engines/*/*/*.json"))]
+    manifests = map(load_manifest, bundle.path.glob("engines/*/*/*.json"))
+    ordered = sorted(manifests, key=lambda found: (found.part, found.dtype, found.length or 0, found.target))
+    engines = [manifest.to_json() for manifest in ordered]
     return {"path": str(bundle.path), **bundle.manifest, "engines": engines, "semantic_ids": bundle.has(SEMANTIC_IDS)}
 
 

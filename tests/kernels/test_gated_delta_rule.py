@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -304,8 +305,20 @@ def test_forward_mode_is_refused_not_zero(name):
     def run(x):
         return gated_delta_rule(*inputs[:index], x, *inputs[index + 1 :], lengths)[0]
 
-    with pytest.raises(ConfigError, match="forward-mode"):
-        torch.func.jvp(run, (inputs[index],), (inputs[index],))
+    def slope(x):
+        return torch.func.jvp(run, (x,), (x,))[1]
+
+    for differentiate in (slope, torch.compile(slope, backend="aot_eager")):
+        with pytest.raises(ConfigError, match="forward-mode"):
+            differentiate(inputs[index])
+
+
+def test_forward_mode_is_refused_around_what_was_compiled_before():
+    *inputs, lengths, _, _ = op_arguments()
+    compiled = torch.compile(gated_delta_rule, backend="aot_eager")
+    compiled(*inputs, lengths)
+    with forward_ad.dual_level(), pytest.raises(ConfigError, match="forward-mode"):
+        compiled(forward_ad.make_dual(inputs[0], inputs[0]), *inputs[1:], lengths)
 
 
 def test_activation_checkpointing_gives_the_same_gradient():

@@ -40,15 +40,17 @@ def check_sequence(op: str, name: str, x: Tensor, lengths: Tensor) -> None:
 def check_tensors(op: str, **tensors: Tensor) -> None:
     """Raise unless all are tensors, and in forward-mode differentiation.
 
-    A custom op has no derivative of that mode, and torch would take it for zero. (Under ``torch.compile`` it does:
-    tangents cannot be asked for there.)
+    A custom op has no derivative of that mode, and torch would take it for zero. Under ``torch.compile``, where no tensor
+    can be asked for its tangent, it is refused wherever forward-mode differentiation is on.
     """
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise DTypeError(f"{op}: {name} is of type {type(value).__name__}, but a tensor is needed")
     if torch.compiler.is_compiling():
-        return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors.values()):
+        differentiates = forward_ad._current_level >= 0
+    else:
+        differentiates = any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors.values())
+    if differentiates:
         raise ConfigError(f"{op}: it has no forward-mode derivative (jvp, jacfwd); use torch.autograd")
 
 
