@@ -40,8 +40,8 @@ def check_sequence(op: str, name: str, x: Tensor, lengths: Tensor) -> None:
 def check_tensors(op: str, **tensors: Tensor) -> None:
     """Raise unless all are tensors, and in forward-mode differentiation.
 
-    A custom op has no derivative of that mode, and torch would take it for zero. Under ``torch.compile``, where no tensor
-    can be asked for its tangent, it is refused wherever forward-mode differentiation is on.
+    A custom op has no derivative of that mode, and torch would take it for zero. Under ``torch.compile`` no tensor can
+    be asked for its tangent, so there it is refused wherever forward-mode differentiation is on.
     """
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
