@@ -53,6 +53,7 @@ class Plan:
         settings: fields of the training recipe to change.
         overrides: fields of the model to change.
         beams: beam width of the evaluation.
+        once: more twins, of which only the first seed is trained.
     """
 
     preset: str
@@ -62,10 +63,12 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     beams: int = 100
+    once: tuple[str, ...] = ()
 
     def runs(self) -> list[tuple[str, int]]:
         """Return (twin, seed) in the order of starting: every twin has its first seed before any has its second."""
-        return [(twin, seed) for seed in self.seeds for twin in self.twins]
+        first = [(twin, seed) for seed in self.seeds[:1] for twin in (*self.twins, *self.once)]
+        return first + [(twin, seed) for seed in self.seeds[1:] for twin in self.twins]
 
     def fixed(self) -> dict[str, Any]:
         """Return what must be equal for results to share a folder."""
@@ -309,15 +312,15 @@ def _check(plan: Plan, processes_per_gpu: int) -> None:
     if not plan.twins or not plan.seeds:
         raise ConfigError("a study needs at least one twin and one seed")
     if len(set(plan.runs())) < len(plan.runs()):
+        twins, seeds = ", ".join((*plan.twins, *plan.once)), ", ".join(map(str, plan.seeds))
         raise ConfigError(
-            f"the twins {', '.join(plan.twins)} or the seeds {', '.join(map(str, plan.seeds))} name one twice; "
-            "two runs cannot share a folder, so give each once"
+            f"the twins {twins} or the seeds {seeds} name one twice; two runs cannot share a folder, so give each once"
         )
     if processes_per_gpu < 1:
         raise ConfigError(f"processes per GPU is {processes_per_gpu}, and nothing would ever start; use 1 or more")
     if plan.beams < max(RECALL_KS):
         raise ConfigError(f"{plan.beams} beams cannot give Recall@{max(RECALL_KS)}; use {max(RECALL_KS)} or more")
-    for twin in plan.twins:
+    for twin in (*plan.twins, *plan.once):
         presets.resolve(plan.preset, twin=None if twin == BASE else twin, overrides=plan.overrides)
     recipe(plan.preset, overrides=plan.settings)
 
@@ -381,6 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zoo.training.study", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--preset", required=True)
     parser.add_argument("--twins", default="all", help="comma-separated; base is the preset itself; all (default)")
+    parser.add_argument("--once", default="", help="comma-separated twins to train with the first seed only")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--data", required=True, type=Path, help="folder that `zoo data` wrote")
     parser.add_argument("--out", required=True, type=Path)
@@ -400,8 +404,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         twins = _twins(given.preset, given.twins)
         seeds = console.integers("--seeds", given.seeds)
         plan = Plan(
-            given.preset, tuple(twins), tuple(seeds), given.data, settings, console.overrides(given.set), given.beams
-        )
+            given.preset, tuple(twins), tuple(seeds), given.data, settings, console.overrides(given.set), given.beams,
+            console.words("--once", given.once or None) or (),
+        )  # fmt: skip
         study = run_study(
             plan, given.out, gpus=_gpus(given.gpus), processes_per_gpu=given.processes_per_gpu,
             deadline=given.deadline, stop_after=given.stop_after,
