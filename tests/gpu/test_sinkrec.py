@@ -51,7 +51,7 @@ def test_the_whole_model_trains_with_its_codebooks():
         total.backward()
         optimizer.step()
         losses.append(total.item())
-    assert losses[-1] < 0.7 * losses[0] and model.memory.quantizer.usage.isfinite().all()
+    assert losses[-1] < 0.7 * losses[0] and model.memory.quantizer.health()["dead_codes"] < 0.9
 
 
 @pytest.mark.parametrize("twin", [None, "sasrec"])

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoo.errors import ConfigError
+from zoo.layers import ResidualQuantizer
 from zoo.models.sinkrec import SinkRec, State
 from zoo.models.sinkrec_config import PRESETS, TWINS
 from zoo.models.sinkrec_layers import last_rows
@@ -226,9 +227,12 @@ def test_exported_codes_are_the_librarys():
     torch.testing.assert_close(found.vectors, vectors)
 
 
-def test_autocast_does_not_collapse_the_codebooks():
+def test_autocast_does_not_collapse_the_codebooks(monkeypatch):
     """Under bf16 the quantiser still counts in float32: many codes stay in use, and dead ones come back."""
     model = tiny(codebook_size=32, dead_below=0.5).float().train()
+    quantizer, seen = model.memory.quantizer, set()
+    library = quantizer.training_side.forward
+    monkeypatch.setattr(quantizer.training_side, "forward", lambda x, **rest: seen.add(x.dtype) or library(x, **rest))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(30):
         with torch.autocast("cpu", torch.bfloat16):
@@ -236,12 +240,36 @@ def test_autocast_does_not_collapse_the_codebooks():
         optimizer.zero_grad()
         losses.total.backward()
         optimizer.step()
-    usage = model.memory.quantizer.usage
-    assert usage.dtype == torch.float32 and usage.isfinite().all()
-    assert ((usage > 0.5).float().mean(-1) > 0.5).all(), usage
-    share = usage / usage.sum(-1, keepdim=True)
-    perplexity = torch.exp(-(share * share.clamp(min=1e-9).log()).sum(-1))
-    assert (perplexity > 8).all(), perplexity
+    assert seen == {torch.float32}
+    health = quantizer.health()
+    assert health["dead_codes"] < 0.5 and health["codebook_perplexity"] > 8
+
+
+def test_a_collapse_shows_in_the_health_of_the_codebooks():
+    quantizer = ResidualQuantizer(8, 1, 64, decay=0.9, dead_below=1.0).train()
+    three = torch.randn(3, 8)
+    for _ in range(20):
+        quantizer(three[torch.randint(3, (4, 50))], torch.ones(4, 50, dtype=torch.bool))
+    health = quantizer.health()
+    assert int(quantizer.counts.sum()) == 200 and health["dead_codes"] == pytest.approx(61 / 64)
+    assert 2 < health["codebook_perplexity"] <= 3.01
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_the_gradient_goes_straight_through_once_whatever_the_levels(levels):
+    quantizer = ResidualQuantizer(8, levels, 16, decay=0.9, dead_below=1.0).train()
+    x = torch.randn(2, 30, 8, requires_grad=True)
+    found = quantizer(x, torch.ones(2, 30, dtype=torch.bool))
+    weights = torch.randn(2, 30, 8)
+    (gradient,) = torch.autograd.grad((found.vectors * weights).sum(), x)
+    torch.testing.assert_close(gradient, weights)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_without_attention_all_recurrences_are_left(preset):
+    ours = PRESETS[preset]
+    twin = ours.twin("no-attention")
+    assert twin.layers("T") == ours.layers("T") > 0 == twin.layers("A")
 
 
 def test_a_dead_code_is_drawn_anew():
@@ -262,7 +290,7 @@ def test_a_dead_code_is_drawn_anew():
         ({"group": "TX"}, "group is 'TX'"), ({"group": ""}, "group is ''"), ({"d_model": 0}, "d_model is 0"),
         ({"head_dim": 33}, "head_dim is 33"), ({"temperature": 0.0}, "temperature is 0.0"),
         ({"dropout": 1.0}, "dropout is 1.0"), ({"memory": 1}, "true or false"), ({"num_loops": 1.5}, "a whole number"),
-        ({"nonsense": 1}, "no field 'nonsense'"), ({"dead_below": -1.0}, "dead_below is -1.0"),
+        ({"nonsense": 1}, "no field 'nonsense'"), ({"conv_width": 1}, "conv_width is 1"), ({"dead_below": -1.0}, "dead_below is -1.0"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_refused(fields, said):

@@ -151,7 +151,8 @@ def test_the_log_tells_how_the_codebooks_are(trained):
     with (trained.path / "training/log.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["valid_recall@10"]]
     assert len(rows) == 3
-    assert all(1 <= float(row["codebook_perplexity"]) <= 8 and 0 <= float(row["dead_codes"]) <= 1 for row in rows)
+    assert all(1 < float(row["codebook_perplexity"]) <= 8 and 0 <= float(row["dead_codes"]) < 1 for row in rows)
+    assert all(float(row["commitment"]) > 0 for row in rows)
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(dataset, tmp_path, monkeypatch):
@@ -172,3 +173,8 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(dataset, tmp_p
     assert len(calls) == 4 and not (tmp_path / "parts/bundle.json").exists()
     again = load_model(train("sinkrec-tiny", out=tmp_path / "parts", **run)).state_dict()
     assert all(torch.equal(x, again[name]) for name, x in whole.items())
+
+
+def test_a_history_of_one_event_is_refused(dataset):
+    with pytest.raises(ConfigError, match="max_length is 1"):
+        SequenceBatches(dataset, batch_size=2, max_length=1)

@@ -41,11 +41,13 @@ class ResidualQuantizer(nn.Module):
 
     Attributes:
         chosen: int64 [B, L, R], codes to take instead of the nearest in evaluation, so that it follows another run's.
+        counts: int64 [R, V], how often each code was chosen in the last training batch. (The library's moving counts
+            cannot tell: it sets those of codes that it draws anew to ``dead_below``.)
+        commitment: float32 scalar, that of the last training batch.
     """
 
     def __init__(self, width: int, levels: int, codebook_size: int, *, decay: float, dead_below: float) -> None:
         super().__init__()
-        self.dead_below = dead_below
         self.chosen: Tensor | None = None
         from vector_quantize_pytorch import ResidualVQ  # only this model needs it
 
@@ -58,36 +60,48 @@ class ResidualQuantizer(nn.Module):
             kmeans_init=True,
             kmeans_iters=10,
             rotation_trick=False,
-            straight_through=True,
         )
+        self.counts: Tensor
+        self.commitment: Tensor
+        self.register_buffer("counts", torch.zeros(levels, codebook_size, dtype=torch.int64), persistent=False)
+        self.register_buffer("commitment", torch.zeros(()), persistent=False)
 
     @property
     def codebooks(self) -> Tensor:
         """The codes of every level, float32 [R, V, M]."""
         return torch.stack([layer._codebook.embed[0] for layer in self.training_side.layers])
 
-    @property
-    def usage(self) -> Tensor:
-        """Moving counts of how often each code is chosen, float32 [R, V]."""
-        return torch.stack([layer._codebook.cluster_size[0] for layer in self.training_side.layers])
-
     def health(self) -> dict[str, float]:
-        """Return the codes' perplexity (mean over levels, at most V) and the share of them that is hardly used."""
-        usage = self.usage
-        share = usage / usage.sum(-1, keepdim=True).clamp(min=1e-9)
+        """Return of the last training batch: the codes' perplexity (mean over levels, at most V), the share of codes
+        that it chose not once, and its commitment."""
+        share = self.counts / self.counts.sum(-1, keepdim=True).clamp(min=1)
         perplexity = torch.exp(-torch.special.xlogy(share, share).sum(-1))
-        dead = (usage < self.dead_below).float().mean()
-        return {"codebook_perplexity": float(perplexity.mean()), "dead_codes": float(dead)}
+        dead = (self.counts == 0).float().mean()
+        return {
+            "codebook_perplexity": float(perplexity.mean()),
+            "dead_codes": float(dead),
+            "commitment": float(self.commitment),
+        }
 
     def forward(self, x: Tensor, valid: Tensor) -> Quantized:
         """Quantise ``x`` [B, L, M]; positions that are not ``valid`` (bool [B, L]) teach nothing."""
         with torch.autocast(x.device.type, enabled=False):
             if self.training:
-                vectors, codes, commitment = self.training_side(x.float(), mask=valid)
-                return Quantized(codes, vectors, commitment.sum())
+                x = x.float()
+                found, codes, commitment = self.training_side(x, mask=valid)
+                self._note(codes, commitment.sum())
+                # The library's own gradient goes straight through every level, and is R times that of one.
+                return Quantized(codes, x + (found - x).detach(), commitment.sum())
             x = x.to(accumulation_dtype(x.dtype))
             codes, vectors = nearest_codes(x, self.codebooks.to(x.dtype), self.chosen)
         return Quantized(codes, vectors, x.new_zeros(()))
+
+    @torch.no_grad()
+    def _note(self, codes: Tensor, commitment: Tensor) -> None:
+        levels, size = self.counts.shape
+        places = codes.clamp(min=0) + size * torch.arange(levels, device=codes.device)
+        self.counts.zero_().view(-1).index_add_(0, places.flatten(), (codes >= 0).long().flatten())
+        self.commitment.copy_(commitment)
 
 
 def nearest_codes(x: Tensor, codebooks: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:

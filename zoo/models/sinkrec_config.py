@@ -87,6 +87,8 @@ class SinkRecConfig:
         if not self.group or set(self.group) - {"T", "A"}:
             raise ConfigError(f"group is {self.group!r}; write one letter a layer, T (recurrence) or A (attention)")
         check_one_or_more(self, _POSITIVE)
+        if self.conv_width < 2:
+            raise ConfigError(f"conv_width is {self.conv_width}; use 2 or more, one tap leaves no state to export")
         for name in ("head_dim", "time_features"):
             if getattr(self, name) % 2:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be even")
@@ -130,8 +132,9 @@ class SinkRecConfig:
 
     def twin(self, name: str) -> SinkRecConfig:
         """Return a comparison model of this one, a name of ``TWINS``."""
-        depth = {"group": "A" * len(self.mixers)} if name == SASREC else {}
-        return self.with_overrides(**TWINS[name], **depth)
+        groups = {SASREC: "A" * len(self.mixers), NO_ATTENTION: self.group.replace("A", "")}
+        group = {"group": groups[name]} if name in groups else {}
+        return self.with_overrides(**TWINS[name], **group)
 
 
 _POSITIVE = (
@@ -171,18 +174,20 @@ PRESETS = {
     ),
 }  # fmt: skip
 
-SASREC = "sasrec"
+NO_ATTENTION, SASREC = "no-attention", "sasrec"
 TWINS: dict[str, dict[str, Any]] = {
     "no-memory": {"memory": False},
     "no-write-purification": {"write_purification": False},
     "no-read-purification": {"read_purification": False},
     "no-time": {"time": False},
     "no-loop": {"num_loops": 1},
-    "no-attention": {"group": "T"},
+    NO_ATTENTION: {},
     "plain-gated-deltanet": {"memory": False, "time": False},
     SASREC: {"memory": False, "time": False, "num_loops": 1, "whole_history": True},
 }
 """The ablations, and the baseline: each is a preset with these fields changed.
+
+``no-attention`` keeps the recurrences of the preset's group and nothing stands for its attention.
 
 ``plain-gated-deltanet`` has nothing but the plain gated delta rule and local attention.
 

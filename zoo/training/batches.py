@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.data import Dataset
-from zoo.errors import DataError
+from zoo.errors import ConfigError, DataError
 
 _POOL_BATCHES = 32
 """Examples are sorted by length within pools of this many batches: little padding, and still a fresh mix each epoch."""
@@ -174,10 +174,15 @@ class SequenceBatches:
         seed: decides the order.
 
     Raises:
+        ConfigError: ``max_length`` is 1, and of one event nothing follows.
         DataError: no user has two training events.
     """
 
     def __init__(self, dataset: Dataset, *, batch_size: int, max_length: int, held_out: int = 2, seed: int = 0) -> None:
+        if max_length < 2:
+            raise ConfigError(
+                f"max_length is {max_length}; of a history at least two events are needed, one to predict"
+            )
         self.dataset, self.batch_size, self.max_length, self.seed = dataset, batch_size, max_length, seed
         starts, lengths = [], []
         for start, length in zip(dataset.user_offsets[:-1], dataset.train_lengths(held_out), strict=True):

@@ -35,7 +35,8 @@ class TrainConfig:
         eval_users: users of a validation, the same ones each time.
         checkpoint_every: steps between checkpoints.
         micro_batch_tokens: a batch with more tokens, padding included, is computed in pieces whose gradients add up; it
-            bounds memory and changes nothing but rounding and the draw of dropout. 0 for always in one piece.
+            bounds memory and changes nothing but rounding and what is drawn (dropout, sampled items). SinkRec's
+            codebooks learn from each piece on its own. 0 for always in one piece.
         precision: ``auto`` (bf16 autocast on a GPU, fp32 on a CPU), ``fp32`` or ``bf16``.
     """
 

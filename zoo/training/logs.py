@@ -14,9 +14,9 @@ LOG = "training/log.csv"
 CURVE = "training/loss.png"
 FIELDS = (
     "step", "epoch", "loss", "learning_rate", "grad_norm", "examples_per_second", "valid_recall@10",
-    "codebook_perplexity", "dead_codes",
+    "codebook_perplexity", "dead_codes", "commitment",
 )  # fmt: skip
-"""The last two only of models with codebooks, a row a validation."""
+"""The last three only of models with codebooks, a row a validation."""
 
 
 class Log:

@@ -124,7 +124,7 @@ class NextItemObjective:
         )
 
     def health(self, model: Any) -> dict[str, float]:
-        """Return perplexity (mean over levels) and share of dead codes of the memory's codebooks."""
+        """Return what ``ResidualQuantizer.health`` says of the memory's codebooks."""
         memory = getattr(model, "memory", None)
         if memory is None:
             return {}
