@@ -290,7 +290,8 @@ def test_a_dead_code_is_drawn_anew():
         ({"group": "TX"}, "group is 'TX'"), ({"group": ""}, "group is ''"), ({"d_model": 0}, "d_model is 0"),
         ({"head_dim": 33}, "head_dim is 33"), ({"temperature": 0.0}, "temperature is 0.0"),
         ({"dropout": 1.0}, "dropout is 1.0"), ({"memory": 1}, "true or false"), ({"num_loops": 1.5}, "a whole number"),
-        ({"nonsense": 1}, "no field 'nonsense'"), ({"conv_width": 1}, "conv_width is 1"), ({"dead_below": -1.0}, "dead_below is -1.0"),
+        ({"nonsense": 1}, "no field 'nonsense'"), ({"conv_width": 1}, "conv_width is 1"),
+        ({"dead_below": -1.0}, "dead_below is -1.0"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_refused(fields, said):

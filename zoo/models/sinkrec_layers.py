@@ -98,12 +98,12 @@ class MemoryEncoder(nn.Module):
         return encoded
 
     def reinject(self, x_BLC: Tensor, memory_BLM: Tensor) -> Tensor:
-        """Return x + sigmoid(W_g [x; m]) * W_m m."""
+        """Return x + sigmoid(W_g [x; m] + bias) * W_m m (R), once, before the loops."""
         gate = torch.sigmoid(self.gate(torch.cat([x_BLC, memory_BLM.to(x_BLC.dtype)], dim=-1)))
         return x_BLC + gate * self.inject(memory_BLM)
 
     def reconstruction_loss(self, memory: Memory, x_BLC: Tensor, before_BEC: Tensor, valid_BL: Tensor) -> Tensor:
-        """Return 1 - cosine of what the memory says and the sum of its contiguous window, mean over valid positions."""
+        """Return 1 - cosine of what the memory says and the sum of its contiguous window, mean over valid positions (R)."""
         length = x_BLC.shape[1]
         with torch.no_grad():
             seen = widened(self.norm(torch.cat([before_BEC, x_BLC], dim=1)))
@@ -114,7 +114,20 @@ class MemoryEncoder(nn.Module):
 
 
 class TDGD(nn.Module):
-    """Temporal-aware state-relation differential gated delta net: the gated delta rule that the memory keeps clean."""
+    """Temporal-aware state-relation differential gated delta net: the gated delta rule that the memory keeps clean.
+
+    Of each head, x being the normed stream, m the memory, f the time features ((P) the recurrence and what is purified,
+    (R) the formulas of decay, addressing, coverage and strength; the scale K^-0.5 and biases are ours):
+
+        log a_t = -exp(A) softplus(w_a x_t + w_dt f_t + bias)
+        q_t, k_t = L2(SiLU(conv(W x))_t + W_f f_t),  v_t = SiLU(conv(W x))_t,  k^m_t = L2(W_km m_t)
+        b'_t = sigmoid(w_b x_t + bias) (1 - sigmoid(w_c [x_t; m_t] + bias) max(0, k_t . k^m_t))
+        q'_t = q_t - sigmoid(w_l x_t + bias) (k^m_t . q_t) k^m_t
+        S_t = a_t S_{t-1} (I - b'_t k_t k_t^T) + b'_t v_t k_t^T,  o_t = K^-0.5 S_t q'_t
+        y_t = W_o (RMSNorm(o_t) * SiLU(W_g x_t))
+
+    L2(x) is x / sqrt(|x|^2 + 1e-6). Checked against a loop in tests/models/test_sinkrec_formulas.py.
+    """
 
     def __init__(self, config: SinkRecConfig) -> None:
         super().__init__()
@@ -201,7 +214,10 @@ class Writes(NamedTuple):
 
 
 class LocalAttention(nn.Module):
-    """Causal softmax attention to the last events and to their memories (P), with rotary positions (R)."""
+    """Causal softmax attention to the last events and to their memories (P), with rotary positions (R).
+
+    Keys and values of the memories are projections of its own, rotated like those of the events (R).
+    """
 
     def __init__(self, config: SinkRecConfig) -> None:
         super().__init__()
