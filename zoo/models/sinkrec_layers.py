@@ -103,7 +103,7 @@ class MemoryEncoder(nn.Module):
         return x_BLC + gate * self.inject(memory_BLM)
 
     def reconstruction_loss(self, memory: Memory, x_BLC: Tensor, before_BEC: Tensor, valid_BL: Tensor) -> Tensor:
-        """Return the mean over valid positions of 1 - cosine (R): what the memory says, and its contiguous window's sum."""
+        """Return the mean over valid positions of 1 - cosine (R) of what the memory says and its window of 4 summed."""
         length = x_BLC.shape[1]
         with torch.no_grad():
             seen = widened(self.norm(torch.cat([before_BEC, x_BLC], dim=1)))
