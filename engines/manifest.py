@@ -83,6 +83,11 @@ class EngineManifest:
     engine_size: int
     engine_sha256: str
 
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that the engine serves."""
+        return Sizes(self.length, self.batch, self.beams)
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready form; ``from_json`` reads it back."""
         return asdict(self)
@@ -223,8 +228,9 @@ def _check_file(engine: Path, manifest: EngineManifest) -> list[str]:
 
 
 def _check_place(path: Path, manifest: EngineManifest) -> list[str]:
-    sizes = Sizes(manifest.length, manifest.batch, manifest.beams)
-    wanted = engine_path(manifest.flavor, manifest.version, manifest.target, manifest.part, manifest.dtype, sizes)
+    wanted = engine_path(
+        manifest.flavor, manifest.version, manifest.target, manifest.part, manifest.dtype, manifest.sizes
+    )
     found = Path(*path.resolve().parts[-4:]).with_suffix(".engine")
     return [] if found == wanted else [f"{found} holds the manifest of {wanted}"]
 
@@ -235,13 +241,12 @@ def engine_path(flavor: str, version: str, target: str, part: str, dtype: str, s
 
 
 def _check_tensors(path: Path, manifest: EngineManifest, signature: Signature) -> list[str]:
-    sizes = Sizes(manifest.length, manifest.batch, manifest.beams)
     problems = []
     for kind, specs, found in (
         ("inputs", signature.inputs, manifest.inputs),
         ("outputs", signature.outputs, manifest.outputs),
     ):
-        wanted = engine_tensors(specs, sizes, manifest.dtype)
+        wanted = engine_tensors(specs, manifest.sizes, manifest.dtype)
         if [tensor.name for tensor in found] != [tensor.name for tensor in wanted]:
             names = [[tensor.name for tensor in tensors] for tensors in (found, wanted)]
             problems.append(f"{path.name} has the {kind} {names[0]}, but the bundle says {names[1]}")

@@ -108,7 +108,8 @@ def _levels(found: Sequence[Choices], exact: TorchExecutor, low: TorchExecutor) 
         # What rounding before the quantiser changes of the difference of two distances, a unit of the codes' distance.
         moved_PV = -2 * (left_PM.double() - left64_PM) @ book64_VM.mT
         moved_PV = moved_PV - _at(moved_PV, nearest_P).unsqueeze(-1)
-        apart_PV = (book64_VM.unsqueeze(0) - book64_VM.unsqueeze(1)).norm(dim=-1)[nearest_P]
+        # Not by a product: two codes that are the same must be exactly 0 apart.
+        apart_PV = torch.cdist(book64_VM, book64_VM, compute_mode="donot_use_mm_for_euclid_dist")[nearest_P]
         slope = _largest(torch.where(apart_PV > 0, moved_PV / apart_PV, 0))
         allowed_P = FACTOR * slope * _at(apart_PV, chosen_P) + 2 * summing
         yield _Level(

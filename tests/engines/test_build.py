@@ -233,7 +233,7 @@ def test_a_killed_build_leaves_no_broken_file_and_the_next_one_goes_on(tmp_path)
     bundle = graphs.bundle(tmp_path)
     script = f"""
         import os, signal
-        from zoo import files, verbs
+        from zoo import files
         real = files._fsync_directory
         files._fsync_directory = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # after the first rename
         from engines.build import build

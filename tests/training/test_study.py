@@ -57,6 +57,11 @@ def stub(tmp_path_factory):
     return make
 
 
+def plan_of(dataset, **changes):
+    fields = {"preset": "gbla-tiny", "twins": (BASE, "bla", "causal"), "seeds": (0, 1), "data": dataset.path}
+    return Plan(**{**fields, **changes})
+
+
 def test_some_twins_may_be_trained_with_the_first_seed_only(dataset, tmp_path, stub):
     plan = plan_of(dataset, twins=(BASE, "causal"), seeds=(0, 1, 2), once=("bla", "no-conv"))
     study = run_study(plan, tmp_path, processes_per_gpu=8, commands=stub())
@@ -68,11 +73,6 @@ def test_some_twins_may_be_trained_with_the_first_seed_only(dataset, tmp_path, s
     assert "| bla | 1 |" in page and "| causal | 3 |" in page
     with pytest.raises(ConfigError, match="name one twice"):
         run_study(plan_of(dataset, twins=(BASE,), once=(BASE,)), tmp_path / "other")
-
-
-def plan_of(dataset, **changes):
-    fields = {"preset": "gbla-tiny", "twins": (BASE, "bla", "causal"), "seeds": (0, 1), "data": dataset.path}
-    return Plan(**{**fields, **changes})
 
 
 def states(study):

@@ -71,6 +71,10 @@ class State(NamedTuple):
     seen: Tensor
     last_time: Tensor
 
+    def of_layers(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return by letter of ``group`` what its layers hold, [N, ...] each."""
+        return {"T": (self.recurrent, self.conv), "A": (self.keys, self.values)}
+
 
 class Losses(NamedTuple):
     """Of a training batch.
@@ -297,7 +301,7 @@ class SinkRec(nn.Module):
             kept,
         )
         known = start.seen.clamp(max=config.window)
-        before = {"T": (start.recurrent, start.conv), "A": (start.keys, start.values)}
+        before = start.of_layers()
         after: dict[str, list[LayerState]] = {letter: [] for letter in before}
         for scale_C in self.loop_scale.unbind(0):
             for layer, letter in zip(self.group, config.group, strict=True):
@@ -397,7 +401,7 @@ class Read(NamedTuple):
     def state(self) -> State:
         """Return the state after the last event of each row."""
         start, lengths, users = self.start, self.events.lengths, self.users
-        before = {"T": (start.recurrent, start.conv), "A": (start.keys, start.values)}
+        before = start.of_layers()
         (recurrent, conv), (keys, values) = (
             [torch.stack(x) for x in zip(*self.after[letter], strict=True)] if self.after[letter] else before[letter]
             for letter in before
